@@ -20,6 +20,7 @@
 //!
 //! Not here: the work in a turn. A process frozen inside its turn keeps it until it ends (R28).
 
+mod file_id;
 mod next;
 mod stamp;
 
@@ -31,6 +32,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::{Mutex, OwnedMutexGuard, oneshot};
 
+pub(crate) use self::file_id::FileId;
 use self::next::{Queue, STEP_ASIDE};
 use self::stamp::Stamp;
 

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use oncebox::adapter::Break;
 use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
 use oncebox::broker::{Broker, Event, Publisher, Receipt, Refusal, Settled, Subscriber, Subscription};
 use oncebox::message::OutgoingMessage;
@@ -516,6 +517,49 @@ async fn retention_deletes_what_every_group_has_handled_and_nothing_else() {
         assert!(rest.caught_up().await.unwrap());
         rest.close().await;
     }
+}
+
+/// A database that went back reads again what its group has handled, and retention deletes just
+/// that. Shown by: reading on at the first row that is left, of which nobody was told.
+#[tokio::test]
+async fn g2_rows_that_are_deleted_under_a_member_before_it_has_read_them_are_told() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig { partitions: 1, ..EmbeddedConfig::new(embedded.file()) }).await;
+    publish_some(&broker, 100).await;
+    let few = Subscription { in_flight_max: 10, ..subscription() };
+    let mut member = broker.subscriber(&few).await.unwrap();
+    assert!(matches!(next(member.as_mut()).await, Event::Assigned(_)));
+    let Event::Deliveries(deliveries) = next(member.as_mut()).await else { panic!("no deliveries") };
+    let trim = "begin immediate; delete from record where position & 0xffffffffff < 50; \
+                update topic_partition set first_offset = 50; commit";
+    sqlx::raw_sql(trim).execute(&mut outside(&embedded.file()).await).await.unwrap();
+    member.acknowledge(&deliveries[9].source, deliveries[9].sequence).await.unwrap();
+    let ended = tokio::time::timeout(PATIENCE, member.next()).await.unwrap();
+    assert!(matches!(&ended, Err(BrokerError::Session(why)) if why.contains("offset 10 on are gone")), "{ended:?}");
+    let mut again = broker.subscriber(&few).await.unwrap();
+    let Event::Assigned(sources) = next(again.as_mut()).await else { panic!("not assigned") };
+    let begun = again.begin(sources.into_iter().map(|source| (source, None)).collect()).await.unwrap();
+    assert!(matches!(begun[0].start.because, Some(Break::Lost { first: 50, .. })), "{begun:?}");
+}
+
+/// Shown by: no look at the path. The row was settled, and stood in a file that nobody can open.
+#[tokio::test]
+async fn g2_nothing_is_written_to_a_file_that_was_replaced() {
+    let embedded = Embedded::new();
+    let at = |name: &str| embedded.directory.path().join(name);
+    std::fs::create_dir(at("now")).unwrap();
+    let broker = open(EmbeddedConfig::new(at("now/broker.db"))).await;
+    let mut publisher = broker.publisher().await.unwrap();
+    let (mut subscriber, _, _) = first_assignment(&broker).await;
+    std::fs::rename(at("now"), at("before")).unwrap();
+    std::fs::create_dir(at("now")).unwrap();
+    publisher.send(vec![(0, message(None, b""))]).await.unwrap();
+    let ended = tokio::time::timeout(PATIENCE, publisher.settle(&mut Vec::new())).await.unwrap();
+    assert!(matches!(&ended, Err(BrokerError::Session(why)) if why.contains("replaced")), "{ended:?}");
+    let lost = tokio::time::timeout(PATIENCE, subscriber.next()).await.unwrap();
+    assert!(matches!(&lost, Err(BrokerError::Session(why)) if why.contains("replaced")), "{lost:?}");
+    publish_some(&broker, 3).await;
+    assert_eq!(broker.read_all("t").await.unwrap().len(), 3);
 }
 
 #[tokio::test]

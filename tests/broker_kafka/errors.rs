@@ -196,6 +196,19 @@ async fn a_group_that_is_denied_ends_the_subscriber_with_the_reason() {
     assert!(matches!(&error, BrokerError::Destination(why) if why.contains("group")), "{error}");
 }
 
+/// Shown by: only logging it (a consumer that may not read its topic looked well).
+#[tokio::test]
+async fn a_topic_that_may_not_be_read_is_shown() {
+    let (mock, broker) = mock("t");
+    mock.request_errors(RDKafkaApiKey::Fetch, &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED; 20]);
+    let mut subscriber = broker.subscriber(&Subscription::new("g", vec!["t".into()])).await.unwrap();
+    let sources = assigned(&mut subscriber).await;
+    subscriber.begin(sources.into_iter().map(|source| (source, None)).collect()).await.unwrap();
+    let why = eventually("it is shown", SOON, || async { subscriber.away() }).await;
+    assert!(why.contains("may not be read"), "{why}");
+    subscriber.close().await;
+}
+
 #[tokio::test]
 async fn what_was_lost_is_revoked_as_lost_and_not_committed() {
     let (mock, broker) = mock("t");

@@ -111,3 +111,31 @@ async fn a_subscriber_whose_broker_is_away_says_so_until_it_is_back() {
     eventually("it is back", SOON, || async { subscriber.away().is_none().then_some(()) }).await;
     subscriber.close().await;
 }
+
+/// Shown by: asking for the offsets of all partitions alone (nothing was read, however often the
+/// member joined).
+#[tokio::test]
+async fn g6_a_partition_without_a_leader_stops_no_other_one() {
+    let cluster = MockCluster::new(1).unwrap();
+    cluster.create_topic("t", 2, 1).unwrap();
+    let url = format!("kafka://{}", cluster.bootstrap_servers());
+    let broker =
+        oncebox::broker::kafka::KafkaBroker::new(oncebox::broker::kafka::KafkaConfig::from_url(&url).unwrap()).unwrap();
+    let subscription = oncebox::broker::Subscription::new("g", vec!["t".into()]);
+    let rows = || (0..20).map(|n| message("t", Some(format!("k{n}").as_str()), n.to_string())).collect::<Vec<_>>();
+    publish_all(&broker, rows()).await;
+    let mut before = broker.subscriber(&subscription).await.unwrap();
+    let deliveries = receive(&mut before, 20).await;
+    acknowledge(&mut before, &deliveries).await;
+    before.close().await;
+    let of_the_first = deliveries.iter().filter(|delivery| delivery.source.partition == 0).count();
+    assert!((1..20).contains(&of_the_first), "{of_the_first} of 20");
+    publish_all(&broker, rows()).await;
+    cluster.partition_leader("t", 1, None).unwrap();
+    let mut member = broker.subscriber(&subscription).await.unwrap();
+    let read = receive(&mut member, of_the_first).await;
+    assert!(read.iter().all(|delivery| delivery.source.partition == 0), "{read:?}");
+    cluster.partition_leader("t", 1, Some(1)).unwrap();
+    assert_eq!(receive(&mut member, 20 - of_the_first).await.len(), 20 - of_the_first);
+    member.close().await;
+}

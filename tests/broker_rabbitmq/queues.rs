@@ -77,6 +77,9 @@ async fn r30_a_queue_that_differs_only_in_its_delivery_limit_is_taken_as_it_stan
     publish(&corner.broker(), numbered(&corner.topic, 1, 3)).await;
     assert_eq!(numbers(&receive(&mut *subscriber, 3).await), [0, 1, 2]);
     subscriber.close().await;
+    // Shown by: telling it only where the server has a limit by default.
+    let findings = corner.broker().check(&[corner.subscription()]).await.unwrap();
+    assert!(findings.iter().any(|one| one.refused && one.detail.contains("delivery limit")), "{findings:?}");
     // Another difference hides behind the limit, because the server names one at a time.
     corner.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
     corner.queue_of(&queue, &corner.topic, &[limited[0].clone(), limited[2].clone()]).await;

@@ -109,6 +109,26 @@ async fn a_missing_file_is_a_missing_schema_and_stays_missing() {
     assert!(matches!(store.schema().await.unwrap(), SchemaState::Current(_)), "and it is found when it is there");
 }
 
+/// As by who restores a copy and forgets a process. Shown by: no look at the path (the mark stood
+/// in a file that nobody can open, and the session went on).
+#[tokio::test]
+async fn g2_nothing_is_written_to_a_file_that_was_replaced() {
+    let trial = Trial::<SqliteFile>::start("replaced").await.unwrap();
+    trial.enqueue(vec![NewMessage::bytes("t", "k", vec![1])]).await;
+    let LeaseAnswer::Taken(mut session) = trial.store.open(&request()).await.unwrap() else { panic!() };
+    assert_eq!(session.read(10).await.unwrap().rows.len(), 1);
+    let path = trial.fixture.path();
+    let old = path.with_extension("old");
+    std::fs::rename(&path, &old).unwrap();
+    std::fs::copy(&old, &path).unwrap();
+    let marked = session.checkpoint(Mark { through: Some(1), ..Mark::default() }).await;
+    let opened = trial.store.open(&request()).await.map(drop);
+    for answer in [marked, opened] {
+        let is_told = matches!(&answer, Err(error) if error.is_transient() && error.to_string().contains("restart it"));
+        assert!(is_told, "{answer:?}");
+    }
+}
+
 /// The store of an application that has tables of its own and no oncebox yet.
 #[tokio::test]
 async fn an_applications_database_is_not_touched_by_looking() {

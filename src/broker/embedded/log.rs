@@ -1,11 +1,12 @@
 //! The file of the log: opening it, creating it, and writing to it in turns.
 //!
 //! Guarantees: WAL, and `synchronous=FULL` for rows. Every write transaction is `BEGIN IMMEDIATE`
-//! inside a turn (R14). A file that is no topic log, or that a newer version wrote, stays
-//! unchanged.
+//! inside a turn (R14), and into the file that has the path: one that was deleted or replaced gets
+//! no more rows. A file that is no topic log, or that a newer version wrote, stays unchanged.
 //!
 //! Not here: what is written (`topology`, `publisher`, `group`).
 
+use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
 
 use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqliteSynchronous};
@@ -14,7 +15,7 @@ use tokio::sync::watch;
 
 use super::config::EmbeddedConfig;
 use crate::error::{BrokerError, classify};
-use crate::flock::{Held, Turn};
+use crate::flock::{FileId, Held, Turn};
 
 /// The value of `pragma application_id` that marks a topic log: "onbx" in ASCII.
 const APPLICATION_ID: i32 = 0x6f6e_6278;
@@ -32,6 +33,33 @@ pub(super) struct Log {
     /// Counts the appends of this process, so that its own subscribers need not wait for their next
     /// poll.
     pub(super) appended: watch::Sender<u64>,
+}
+
+/// A connection to the log, and the file that it has open.
+#[derive(Debug)]
+pub(super) struct LogConnection {
+    sqlite: SqliteConnection,
+    file: FileId,
+}
+
+impl LogConnection {
+    pub(super) async fn close(self) -> Result<(), sqlx::Error> {
+        self.sqlite.close().await
+    }
+}
+
+impl Deref for LogConnection {
+    type Target = SqliteConnection;
+
+    fn deref(&self) -> &SqliteConnection {
+        &self.sqlite
+    }
+}
+
+impl DerefMut for LogConnection {
+    fn deref_mut(&mut self) -> &mut SqliteConnection {
+        &mut self.sqlite
+    }
 }
 
 /// A write transaction in its turn. Dropping it rolls back.
@@ -67,18 +95,18 @@ impl Log {
 
     /// Opens a connection, with a thread and a file handle. Its commits are on disk when they
     /// return.
-    pub(super) async fn connect(&self) -> Result<SqliteConnection, BrokerError> {
+    pub(super) async fn connect(&self) -> Result<LogConnection, BrokerError> {
         self.connect_with(SqliteSynchronous::Full).await
     }
 
     /// Opens a connection for offsets and heartbeats. Its commits survive a crash of the process; a
     /// power failure may lose those since the last sync. Messages whose acknowledgement was lost
     /// are delivered again, and the inbox knows them.
-    pub(super) async fn connect_for_offsets(&self) -> Result<SqliteConnection, BrokerError> {
+    pub(super) async fn connect_for_offsets(&self) -> Result<LogConnection, BrokerError> {
         self.connect_with(SqliteSynchronous::Normal).await
     }
 
-    async fn connect_with(&self, synchronous: SqliteSynchronous) -> Result<SqliteConnection, BrokerError> {
+    async fn connect_with(&self, synchronous: SqliteSynchronous) -> Result<LogConnection, BrokerError> {
         let options = SqliteConnectOptions::new()
             .filename(&self.config.path)
             .create_if_missing(true)
@@ -91,10 +119,11 @@ impl Log {
             .disable_statement_logging();
         // In a turn, because the change to WAL takes an exclusive lock without a busy timeout.
         let held = self.take().await?;
-        let mut connection = options.connect().await.map_err(|error| self.failed("open", &error))?;
-        self.ensure_schema(&mut connection).await?;
+        let mut sqlite = options.connect().await.map_err(|error| self.failed("open", &error))?;
+        let file = FileId::of(&self.config.path).map_err(|error| self.failed("open", &error.into()))?;
+        self.ensure_schema(&mut sqlite).await?;
         drop(held);
-        Ok(connection)
+        Ok(LogConnection { sqlite, file })
     }
 
     async fn ensure_schema(&self, connection: &mut SqliteConnection) -> Result<(), BrokerError> {
@@ -135,9 +164,17 @@ impl Log {
     /// # Cancel safety
     /// Not cancel safe: call it in tasks that are not cancelled. A cancelled transaction is rolled
     /// back, but maybe after its turn was released.
-    pub(super) async fn begin<'c>(&self, connection: &'c mut SqliteConnection) -> Result<WriteTx<'c>, BrokerError> {
+    pub(super) async fn begin<'c>(&self, connection: &'c mut LogConnection) -> Result<WriteTx<'c>, BrokerError> {
         let held = self.take().await?;
-        let tx = connection.begin_with("BEGIN IMMEDIATE").await.map_err(|error| self.failed("write to", &error))?;
+        if !connection.file.is_still_at(&self.config.path) {
+            return Err(BrokerError::Session(format!(
+                "the broker file `{}` was deleted or replaced while it was open; the session starts anew with the file \
+                 that is there now",
+                self.config.path.display()
+            )));
+        }
+        let tx =
+            connection.sqlite.begin_with("BEGIN IMMEDIATE").await.map_err(|error| self.failed("write to", &error))?;
         Ok(WriteTx { tx, held })
     }
 

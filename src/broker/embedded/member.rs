@@ -14,14 +14,12 @@ use std::sync::Arc;
 use std::sync::mpsc::TryRecvError;
 use std::time::Duration;
 
-use sqlx::Connection;
-use sqlx::sqlite::SqliteConnection;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use super::group::{self, Fenced, Membership, Standing};
-use super::log::Log;
+use super::log::{Log, LogConnection};
 use super::record::{self, Range};
 use super::talk::{MemberState, Said, Told};
 use super::topology::{self, Topic};
@@ -99,7 +97,7 @@ impl Owned {
     }
 }
 
-type Finished = (SqliteConnection, Result<Written, BrokerError>);
+type Finished = (LogConnection, Result<Written, BrokerError>);
 
 /// A group member with its connections.
 pub(super) struct Member {
@@ -112,8 +110,8 @@ pub(super) struct Member {
     drain: Duration,
     me: Membership,
     owned: BTreeMap<i64, Owned>,
-    reader: SqliteConnection,
-    writer: Option<SqliteConnection>,
+    reader: LogConnection,
+    writer: Option<LogConnection>,
     writing: Option<JoinHandle<Finished>>,
     shared: Arc<MemberState>,
     events: mpsc::UnboundedSender<Result<Told, BrokerError>>,
@@ -444,7 +442,7 @@ impl Member {
     async fn poll(&mut self) -> Result<(), BrokerError> {
         let failed = |error: sqlx::Error| self.log.failed("read", &error);
         let version: i64 =
-            sqlx::query_scalar("pragma data_version").fetch_one(&mut self.reader).await.map_err(failed)?;
+            sqlx::query_scalar("pragma data_version").fetch_one(&mut *self.reader).await.map_err(failed)?;
         let changed = self.seen.replace(version) != Some(version);
         if changed {
             let (generation, leases) = group::look(&mut self.reader, &self.me).await.map_err(failed)?;
@@ -493,10 +491,16 @@ impl Member {
             let rows = record::read(reader, range, room, bytes_max - bytes)
                 .await
                 .map_err(|error| log.failed("read", &error))?;
-            let Some(last) = rows.last() else {
-                return Err(BrokerError::Session(format!("rows of `{}` are gone", owned.id.place)));
-            };
-            owned.position = last.coordinates.offset + 1;
+            let next = rows.last().map_or(owned.position, |last| last.coordinates.offset + 1);
+            // Offsets have no holes. Rows may be missing where the database went back: it reads
+            // again what its group has handled, and retention may delete that. The next session
+            // tells it.
+            if rows.is_empty() || usize::try_from(next - owned.position) != Ok(rows.len()) {
+                let (place, number, position) = (&owned.id.place, owned.id.partition, owned.position);
+                let gone = format!("rows of `{place}`, partition {number}, from offset {position} on are gone");
+                return Err(BrokerError::Session(gone));
+            }
+            owned.position = next;
             room -= rows.len();
             let read = rows.iter().map(|row| Unfinished {
                 offset: row.coordinates.offset,
@@ -550,7 +554,7 @@ impl Member {
 /// One write transaction: commits offsets, releases leases, then stands in the group or leaves it.
 async fn write(
     log: &Log,
-    connection: &mut SqliteConnection,
+    connection: &mut LogConnection,
     me: &Membership,
     order: Order,
     group: &str,

@@ -14,12 +14,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use sqlx::Connection;
-use sqlx::sqlite::SqliteConnection;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 use tokio::time::Instant;
 
-use super::log::{Log, WriteTx};
+use super::log::{Log, LogConnection, WriteTx};
 use super::record::{self, NewRecord, partition_hash, position};
 use super::retention;
 use super::topology::{self, Topic};
@@ -176,7 +174,7 @@ impl Publisher for EmbeddedPublisher {
 /// The task that appends rows.
 struct Writer {
     log: Arc<Log>,
-    connection: SqliteConnection,
+    connection: LogConnection,
     topics: HashMap<String, Topic>,
     answers: mpsc::UnboundedSender<Outcomes>,
     blocks: watch::Sender<Option<String>>,
@@ -335,7 +333,7 @@ impl Writer {
 /// Begins a transaction. While it waits for long, the broker is blocked.
 async fn begin<'c>(
     log: &Log,
-    connection: &'c mut SqliteConnection,
+    connection: &'c mut LogConnection,
     blocks: &watch::Sender<Option<String>>,
 ) -> Result<WriteTx<'c>, BrokerError> {
     let mut begun = std::pin::pin!(log.begin(connection));

@@ -3,7 +3,6 @@
 
 use std::sync::Arc;
 
-use sqlx::Connection;
 use sqlx::sqlite::SqliteConnection;
 
 use super::log::Log;
@@ -129,7 +128,7 @@ pub(super) async fn read_all(log: &Log, topic: &str) -> Result<Vec<Arrived>, Bro
         let (mut from, to): (i64, i64) =
             sqlx::query_as("select first_offset, next_offset from topic_partition where partition_id = ?")
                 .bind(partition_id)
-                .fetch_one(&mut connection)
+                .fetch_one(&mut *connection)
                 .await
                 .map_err(failed)?;
         while from < to {
@@ -153,7 +152,8 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
     let path = log.config.path.display();
     let mut findings = Vec::new();
 
-    let sound: String = sqlx::query_scalar("pragma quick_check(1)").fetch_one(&mut connection).await.map_err(failed)?;
+    let sound: String =
+        sqlx::query_scalar("pragma quick_check(1)").fetch_one(&mut *connection).await.map_err(failed)?;
     let detail = format!("`{path}`: {sound}");
     findings.push(match sound.as_str() {
         "ok" => BrokerFinding::fine("file", detail),
@@ -162,7 +162,8 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
             BrokerFinding::refused("file", detail, remedy)
         }
     });
-    let journal: String = sqlx::query_scalar("pragma journal_mode").fetch_one(&mut connection).await.map_err(failed)?;
+    let journal: String =
+        sqlx::query_scalar("pragma journal_mode").fetch_one(&mut *connection).await.map_err(failed)?;
     let detail = format!("journal mode is `{journal}`; rows are synced to disk before they are settled");
     findings.push(match journal.as_str() {
         "wal" => BrokerFinding::fine("journal", detail),
@@ -198,8 +199,44 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
         );
         findings[at] = BrokerFinding::stuck(findings[at].name.clone(), detail, STANDS_STILL);
     }
+    findings.extend(keepers(log, &mut connection, subscriptions).await.map_err(failed)?);
     connection.close().await.map_err(failed)?;
     Ok(findings)
+}
+
+/// The groups that nobody is in and that no subscription names, where retention keeps rows for
+/// them.
+async fn keepers(
+    log: &Log,
+    connection: &mut SqliteConnection,
+    subscriptions: &[Subscription],
+) -> Result<Vec<BrokerFinding>, sqlx::Error> {
+    if log.config.retention.is_none() {
+        return Ok(Vec::new());
+    }
+    let kept: Vec<(String, i64)> = sqlx::query_as(
+        "select g.name, sum(p.next_offset - max(l.committed, p.first_offset)) as kept \
+         from consumer_group g join lease l using (group_id) join topic_partition p using (partition_id) \
+         where not exists (select 1 from member m where m.group_id = g.group_id \
+           and m.expires_at > cast(unixepoch('subsec') * 1000 as integer)) \
+         group by g.group_id having kept > 0 order by g.name",
+    )
+    .fetch_all(connection)
+    .await?;
+    let unnamed = |name: &str| subscriptions.iter().all(|subscription| subscription.group() != name);
+    let kept = kept.into_iter().filter(|(name, _)| unnamed(name));
+    let tell = |(name, kept): (String, i64)| {
+        let (path, quoted) = (log.config.path.display(), name.replace('\'', "''"));
+        BrokerFinding::weaker(
+            format!("group {name}"),
+            format!("nobody is in it, and {kept} rows are kept for it whatever their age"),
+            format!(
+                "start its consumer; if there is none any more: `sqlite3 {path} \"delete from lease where group_id = \
+                 (select group_id from consumer_group where name = '{quoted}')\"`"
+            ),
+        )
+    };
+    Ok(kept.map(tell).collect())
 }
 
 /// The state of a group on the topics of a subscription.
@@ -238,4 +275,38 @@ async fn look(connection: &mut SqliteConnection, subscription: &Subscription) ->
         group.committed += committed;
     }
     Ok(group)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::time::Duration;
+
+    use super::super::config::EmbeddedConfig;
+    use super::*;
+
+    /// Shown by: looking only at the groups of subscriptions (the file grew, and all was well).
+    #[tokio::test]
+    async fn g11_a_group_that_nobody_is_in_and_for_which_retention_keeps_rows_is_told() {
+        let directory = tempfile::tempdir().unwrap();
+        let config = EmbeddedConfig::new(directory.path().join("broker.db"));
+        let log = Log::open(EmbeddedConfig { retention: Some(Duration::ZERO), ..config }).await.unwrap();
+        declare(&log, &["t".to_owned()]).await.unwrap();
+        let mut connection = log.connect().await.unwrap();
+        let gone = "update topic_partition set next_offset = 5; insert into consumer_group (name) values ('gone'); \
+                    insert into lease (group_id, partition_id, committed) \
+                    select 1, partition_id, 2 from topic_partition";
+        sqlx::raw_sql(gone).execute(&mut *connection).await.unwrap();
+        let told = || async {
+            let findings = check(&log, &[]).await.unwrap();
+            findings.into_iter().find(|finding| finding.name == "group gone")
+        };
+        let found = told().await.unwrap();
+        assert!(found.detail.contains("12 rows"), "{found:?}");
+        // The remedy is a statement that works.
+        let remedy = found.remedy.unwrap();
+        let sql = remedy.split('"').nth(1).unwrap().to_owned();
+        sqlx::raw_sql(sqlx::AssertSqlSafe(sql)).execute(&mut *connection).await.unwrap();
+        assert_eq!(told().await, None);
+    }
 }

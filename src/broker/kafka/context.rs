@@ -9,6 +9,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use rdkafka::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
@@ -43,6 +44,8 @@ struct State {
     topic_ids: HashMap<String, String>,
     /// The first topic whose id changed.
     made_anew: Option<String>,
+    /// Since when a topic may not be read, and the broker's reason.
+    denied: Option<(Instant, String)>,
 }
 
 impl Reports {
@@ -112,6 +115,16 @@ impl Reports {
     /// A topic that was deleted and made anew while this client knew it.
     pub(super) fn made_anew(&self) -> Option<String> {
         self.state().made_anew.clone()
+    }
+
+    /// Notes that a topic may not be read. librdkafka tells neither which one nor when that ends.
+    pub(super) fn deny(&self, reason: &str) {
+        self.state().denied.get_or_insert_with(|| (Instant::now(), reason.to_owned()));
+    }
+
+    /// Since when a topic may not be read, and the broker's reason.
+    pub(super) fn denied(&self) -> Option<(Instant, String)> {
+        self.state().denied.clone()
     }
 
     /// A receiver that becomes true when the idempotent producer has its id.

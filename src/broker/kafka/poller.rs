@@ -43,6 +43,9 @@ const COMMIT_PATIENCE: Duration = Duration::from_secs(3);
 const COMMIT_AGAIN: Duration = Duration::from_millis(50);
 const BATCH_ROWS: usize = 500;
 const SAY_AGAIN: Duration = Duration::from_secs(30);
+/// How long the topics that may be read are read beside one that may not. Then the member joins
+/// anew, which shows whether it still may not.
+const ASK_DENIED_AGAIN: Duration = Duration::from_secs(30);
 
 /// The state that the thread, librdkafka's callbacks and the async side share.
 pub(super) struct PollerState {
@@ -338,6 +341,12 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerSta
         if committed_at.elapsed() >= COMMIT_EVERY {
             committed_at = Instant::now();
             commit_due(&consumer, shared);
+            if let Some((since, why)) = shared.reports.denied()
+                && since.elapsed() >= ASK_DENIED_AGAIN
+            {
+                shared.tell(Err(BrokerError::Destination(format!("a kafka topic may not be read: {why}"))));
+                break;
+            }
         }
         let paused = match pressure(shared, &mut crowded_since) {
             Pressure::Still => {
@@ -469,6 +478,18 @@ fn trouble(shared: &PollerState, error: &KafkaError) {
         Some(Code::AutoOffsetReset | Code::LogTruncation) => {
             BrokerError::Session(format!("what follows in a kafka partition is not there any more: {reason}"))
         }
+        // The client may leave such a record out and go on behind it, or ask for it again for ever.
+        Some(Code::BadMessage | Code::BadCompression | Code::NotImplemented | Code::MessageSizeTooLarge) => {
+            BrokerError::Session(format!(
+                "a kafka record cannot be read: {reason}; nothing behind it in its partition is consumed before it can \
+                 be read or is deleted"
+            ))
+        }
+        Some(Code::TopicAuthorizationFailed) => {
+            tracing::error!(reason, "a kafka topic may not be read");
+            shared.reports.deny(&reason);
+            return;
+        }
         // `Reports` logs these.
         Some(
             Code::AllBrokersDown
@@ -485,4 +506,25 @@ fn trouble(shared: &PollerState, error: &KafkaError) {
     };
     tracing::error!(reason, "kafka consumer");
     shared.tell(Err(end));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Shown by: only logging these errors. The subscriber then gets what stands behind the record,
+    /// or nothing more of its partition, and looks well.
+    #[test]
+    fn g2_a_record_that_cannot_be_read_ends_the_subscriber_before_what_stands_behind_it() {
+        use RDKafkaErrorCode as Code;
+        for code in [Code::BadMessage, Code::BadCompression, Code::NotImplemented, Code::MessageSizeTooLarge] {
+            let (sender, mut events) = tokio::sync::mpsc::unbounded_channel();
+            let shared = PollerState::new(sender, 10, 1_000, Duration::ZERO);
+            shared.reports.error(&KafkaError::MessageConsumption(code), "MessageSet at offset 5 is damaged");
+            trouble(&shared, &KafkaError::MessageConsumption(code));
+            let told = events.try_recv();
+            let is_told = matches!(&told, Ok(Err(BrokerError::Session(why))) if why.contains("at offset 5"));
+            assert!(is_told, "{code}: {told:?}");
+        }
+    }
 }

@@ -6,7 +6,7 @@
 //!
 //! Not here: polling and rebalances (`poller`).
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashSet};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -145,7 +145,9 @@ impl Subscriber for KafkaSubscriber {
     }
 
     fn away(&self) -> Option<String> {
-        self.shared.reports.all_down()
+        let reports = &self.shared.reports;
+        let denied = || reports.denied().map(|(_, why)| format!("a kafka topic may not be read: {why}"));
+        reports.all_down().or_else(denied)
     }
 
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {
@@ -205,7 +207,7 @@ impl Drop for KafkaSubscriber {
 }
 
 /// The offsets that the broker has for these partitions, in their order. Retries up to a deadline,
-/// because a leader may be under election.
+/// because a leader may be under election. A partition that has none then does not stop the others.
 fn found(
     config: &KafkaConfig,
     shared: &PollerState,
@@ -223,33 +225,66 @@ fn found(
     }
     let deadline = Instant::now() + OPEN_DEADLINE;
     loop {
-        match offsets(&*consumer.upgrade().ok_or_else(gone)?, shared, sources) {
+        let consumer = consumer.upgrade().ok_or_else(gone)?;
+        match offsets(&consumer, shared, sources, &HashSet::new()) {
             Err(error) if Instant::now() < deadline => {
                 tracing::debug!(%error, "the offsets of kafka partitions are not known yet");
+                drop(consumer);
                 std::thread::sleep(ASK_AGAIN);
             }
-            answer => return answer,
+            Err(error) => {
+                let away = leaderless(&consumer, sources)?;
+                if away.is_empty() {
+                    return Err(error);
+                }
+                tracing::warn!(partitions = away.len(), "kafka partitions have no leader; the others are read");
+                return offsets(&consumer, shared, sources, &away);
+            }
+            known => return known,
         }
     }
 }
 
+/// The ones among these partitions that have no leader.
+fn leaderless<'a>(
+    consumer: &BaseConsumer<MemberContext>,
+    sources: &'a [PartitionId],
+) -> Result<HashSet<&'a PartitionId>, BrokerError> {
+    let mut away: HashSet<&PartitionId> = sources.iter().collect();
+    for topic in sources.iter().map(|source| &*source.place).collect::<BTreeSet<&str>>() {
+        let metadata = consumer
+            .fetch_metadata(Some(topic), ASK_DEADLINE)
+            .map_err(|error| BrokerError::Unavailable(format!("kafka topic `{topic}`: {error}")))?;
+        let partitions = topology::find(&metadata, topic).map_or(&[][..], |found| found.partitions());
+        let led: HashSet<i32> = partitions.iter().filter(|found| found.leader() >= 0).map(|found| found.id()).collect();
+        away.retain(|source| &*source.place != topic || !led.contains(&source.partition));
+    }
+    Ok(away)
+}
+
+/// The offsets of these partitions. Of those that are away the group's offset alone is known.
 fn offsets(
     consumer: &BaseConsumer<MemberContext>,
     shared: &PollerState,
     sources: &[PartitionId],
+    away: &HashSet<&PartitionId>,
 ) -> Result<Vec<BrokerOffsets>, BrokerError> {
     let failed = |error: rdkafka::error::KafkaError| BrokerError::Unavailable(format!("kafka offsets: {error}"));
-    let all_at = |offset: Offset| {
+    let of_all = |offset: Offset, but: &HashSet<&PartitionId>| {
         let mut list = TopicPartitionList::with_capacity(sources.len());
-        for source in sources {
+        for source in sources.iter().filter(|source| !but.contains(source)) {
             list.add_partition_offset(&source.place, source.partition, offset).map_err(failed)?;
         }
         Ok::<_, BrokerError>(list)
     };
-    // A logical offset in place of a time asks for that offset.
-    let ends = consumer.offsets_for_times(all_at(Offset::End)?, ASK_DEADLINE).map_err(failed)?;
-    let firsts = consumer.offsets_for_times(all_at(Offset::Beginning)?, ASK_DEADLINE).map_err(failed)?;
-    let committed = consumer.committed_offsets(all_at(Offset::Invalid)?, ASK_DEADLINE).map_err(failed)?;
+    // A logical offset in place of a time asks for that offset. librdkafka refuses an empty list.
+    let asked = |offset: Offset| match of_all(offset, away)? {
+        none if none.count() == 0 => Ok(none),
+        list => consumer.offsets_for_times(list, ASK_DEADLINE).map_err(failed),
+    };
+    let (ends, firsts) = (asked(Offset::End)?, asked(Offset::Beginning)?);
+    let committed = of_all(Offset::Invalid, &HashSet::new())?;
+    let committed = consumer.committed_offsets(committed, ASK_DEADLINE).map_err(failed)?;
     let of = |list: &TopicPartitionList, source: &PartitionId| {
         let element = list.find_partition(&source.place, source.partition)?;
         element.error().ok()?;
@@ -264,9 +299,15 @@ fn offsets(
         };
         let note = committed.find_partition(&source.place, source.partition).ok_or_else(unknown)?;
         note.error().map_err(failed)?;
+        let (topic_id, committed) = (shared.reports.topic_id(&source.place), of(&committed, source));
+        // It begins where the group stands. Once it has a leader, an offset that it does not have
+        // ends the session, and the next one finds out why.
+        if away.contains(source) && committed.is_some() {
+            return Ok(BrokerOffsets { topic_id, committed, first: 0, end: i64::MAX });
+        }
         Ok(BrokerOffsets {
-            topic_id: shared.reports.topic_id(&source.place),
-            committed: of(&committed, source),
+            topic_id,
+            committed,
             first: of(&firsts, source).ok_or_else(unknown)?,
             end: of(&ends, source).ok_or_else(unknown)?,
         })

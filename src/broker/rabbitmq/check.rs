@@ -6,7 +6,7 @@
 use super::config::RabbitConfig;
 use super::repartition;
 use super::socket::Link;
-use super::topology::{ENABLE_PLUGIN, Topology, hash_exchange, queues};
+use super::topology::{ENABLE_PLUGIN, QueueState, Topology, hash_exchange, queues};
 use super::version::ServerVersion;
 use crate::broker::{BETWEEN_LOOKS, BrokerFinding, STANDS_STILL, Subscription};
 use crate::error::BrokerError;
@@ -147,6 +147,12 @@ async fn queue_finding(
             let detail =
                 format!("{counts}; its delivery limit is not -1: a message delivered too often is thrown away");
             BrokerFinding::refused(name, detail, unlimited(queue))
+        }
+        // Older servers have no limit by default, and know no policy that takes one away.
+        Ok(QueueState { limit: Some(limit), .. }) if limit >= 0 => {
+            let detail =
+                format!("{counts}; its delivery limit is {limit}: a message delivered more often is thrown away");
+            BrokerFinding::refused(name, detail, "delete it when it is empty; its consumer declares it without a limit")
         }
         Ok(_) if seen.consumers == 0 && seen.ready > 0 => {
             let remedy = format!("start the consumer `{}`", subscription.consumer);

@@ -36,6 +36,9 @@ pub(super) struct QueueState {
     pub(super) consumers: u32,
     /// True where the delivery limit is not the one that we asked for.
     pub(super) limit_as_it_stands: bool,
+    /// The delivery limit that the queue was declared with; `None` where it has none of its own, or
+    /// the server did not tell it.
+    pub(super) limit: Option<i32>,
 }
 
 /// The names of the queues for [`Subscription::queue`]: one, or `partitions` of them behind the
@@ -215,8 +218,9 @@ impl<'l> Topology<'l> {
         if differs_in_limit(&fault) {
             // The server names one argument at a time. A declaration with the existing limit shows
             // whether the limit was the only difference.
-            match self.declare_queue(name, current_limit(&fault.text())).await {
-                Ok(found) => return Ok(QueueState { limit_as_it_stands: true, ..found }),
+            let limit = current_limit(&fault.text());
+            match self.declare_queue(name, limit).await {
+                Ok(found) => return Ok(QueueState { limit_as_it_stands: true, limit, ..found }),
                 Err(other) => fault = other,
             }
         }
@@ -268,7 +272,7 @@ impl<'l> Topology<'l> {
         let declared = channel.queue_declare(name.into(), options, arguments);
         let queue = self.link.ask("queue.declare", declared).await?;
         let (ready, consumers) = (queue.message_count(), queue.consumer_count());
-        Ok(QueueState { ready, consumers, limit_as_it_stands: false })
+        Ok(QueueState { ready, consumers, limit_as_it_stands: false, limit: None })
     }
 
     async fn bind_queue(&mut self, queue: &str, exchange: &str, routing_key: &str) -> Result<(), BrokerError> {

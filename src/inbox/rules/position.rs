@@ -72,13 +72,16 @@ pub fn start(remembered: Option<&Position>, found: &BrokerOffsets) -> Start {
     {
         return beginning(Some(Break::MadeAnew { first: found.first }));
     }
+    let known = || remembered.map(|position| position.next).into_iter().chain(found.committed);
     // Take the lower one. The committed offset is ahead when the database went back, and behind
     // when a commit of offsets was lost.
-    let Some(stood) = remembered.map(|position| position.next).into_iter().chain(found.committed).min() else {
+    let (Some(stood), Some(furthest)) = (known().min(), known().max()) else {
         return beginning(None);
     };
-    if stood > found.end {
-        return beginning(Some(Break::BeyondEnd { stood, end: found.end }));
+    // One of them is enough: a broker that was restored from a copy has lost records and offsets
+    // alike, and gives the offsets of the lost ones to others.
+    if furthest > found.end {
+        return beginning(Some(Break::BeyondEnd { stood: furthest, end: found.end }));
     }
     if stood < found.first {
         return beginning(Some(Break::Lost { stood, first: found.first }));
@@ -127,5 +130,16 @@ mod tests {
         assert_eq!(start(None, &found(Some(4))), Start { at: 10, because: lost });
         let beyond = Some(Break::BeyondEnd { stood: 101, end: 100 });
         assert_eq!(start(None, &found(Some(101))), Start { at: 10, because: beyond });
+    }
+
+    /// Shown by: comparing the lower position alone. Nothing was told, and with coordinates as ids
+    /// the next records were taken for those that the broker has lost.
+    #[test]
+    fn g2_a_broker_that_went_back_with_its_offsets_is_told() {
+        let beyond = Some(Break::BeyondEnd { stood: 101, end: 100 });
+        for (remembered, committed) in [(101, 60), (101, 100), (60, 101)] {
+            let begins = start(Some(&at(Some("a"), remembered)), &found(Some(committed)));
+            assert_eq!(begins, Start { at: 10, because: beyond }, "{remembered} {committed}");
+        }
     }
 }

@@ -12,7 +12,7 @@ use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqliteSynchronous};
 use sqlx::{Connection, Pool, Sqlite};
 
 use crate::error::StoreError;
-use crate::flock::{Held, Turn};
+use crate::flock::{FileId, Held, Turn};
 use crate::store::base::{Base, StoreOptions};
 #[cfg(feature = "duties")]
 use crate::store::{Duties, Store};
@@ -44,6 +44,8 @@ struct Database {
     create: bool,
     /// Opened at the first write, so that a look at a missing database creates no lock file.
     turn: OnceLock<Turn>,
+    /// The file that the first connection opened.
+    opened: Arc<OnceLock<FileId>>,
 }
 
 impl SqliteStore {
@@ -73,6 +75,19 @@ impl SqliteStore {
     /// Whether the file exists, or may be created.
     pub(super) fn can_open(&self) -> bool {
         self.shared.create || self.shared.path.exists()
+    }
+
+    /// Fails where the path names another file than when this process opened it. SQLite does not
+    /// ask: what is written to the old file is lost, and what is enqueued in the new one not seen.
+    /// It stays so until a restart, because what is in memory belongs to the old file.
+    pub(super) fn check_file(&self) -> Result<(), sqlx::Error> {
+        if self.shared.opened.get().is_none_or(|opened| opened.is_still_at(&self.shared.path)) {
+            return Ok(());
+        }
+        Err(sqlx::Error::Io(std::io::Error::other(format!(
+            "the database file {} was deleted or replaced while this process had it open: restart it",
+            self.shared.path.display()
+        ))))
     }
 }
 
@@ -114,13 +129,16 @@ impl Base for SqliteStore {
             .busy_timeout(BUSY_TIMEOUT)
             // The thread of a connection waits for its reader after so many rows, 50 by default.
             .row_buffer_size(256);
-        let fresh = Arc::new(OnceLock::new());
-        let at_first = Arc::clone(&fresh);
+        let (fresh, opened) = (Arc::new(OnceLock::new()), Arc::new(OnceLock::new()));
+        let (at_first, file, at) = (Arc::clone(&fresh), Arc::clone(&opened), path.clone());
         let pool = PoolOptions::new()
             .max_connections(options.connections_max)
             .test_before_acquire(false)
             .after_connect(move |connection: &mut sqlx::SqliteConnection, _| {
                 let fresh = Arc::clone(&at_first);
+                if let Ok(now) = FileId::of(&at) {
+                    file.get_or_init(|| now);
+                }
                 Box::pin(async move {
                     let state: String = query_scalar(STATE).fetch_one(connection).await?;
                     fresh.get_or_init(|| state);
@@ -144,7 +162,8 @@ impl Base for SqliteStore {
                 })
             })
             .connect_lazy_with(connect_options);
-        Ok(Self { shared: Arc::new(Database { pool, path, create: options.create, turn: OnceLock::new() }) })
+        let turn = OnceLock::new();
+        Ok(Self { shared: Arc::new(Database { pool, path, create: options.create, turn, opened }) })
     }
 
     fn pool(&self) -> &Pool<Sqlite> {

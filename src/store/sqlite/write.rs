@@ -3,7 +3,8 @@
 //!
 //! Guarantees: a caller that is cancelled does not cancel BEGIN, which sqlx would not survive
 //! (R28); the turn is given back only after the transaction ended, also when a [`Write`] is
-//! dropped; a connection whose transaction did not end so is not used again (see `connect`).
+//! dropped; a connection whose transaction did not end so is not used again (see `connect`). None
+//! begins in a file that was deleted or replaced.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -75,6 +76,7 @@ impl SqliteStore {
         // back.
         to_its_end(async move {
             let turn = store.take_turn(BUSY_TIMEOUT).await.map_err(sqlx::Error::Io)?;
+            store.check_file()?;
             let transaction = store.pool().begin_with("BEGIN IMMEDIATE").await?;
             Ok::<_, StoreError>(Write { open: Some(Open { transaction, guard: None, turn }) })
         })
