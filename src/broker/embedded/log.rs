@@ -171,7 +171,7 @@ impl Log {
         if !connection.file.is_still_at(&self.config.path) {
             return Err(BrokerError::Session(format!(
                 "the broker file `{}` was deleted or replaced while it was open; the session starts anew with the file \
-                 that is there now",
+                 that is there, once there is one",
                 self.config.path.display()
             )));
         }
