@@ -370,8 +370,8 @@ pub trait Subscriber: Send {
         Ok(Vec::new())
     }
 
-    /// Why nothing is delivered for now, or nothing of one topic: the broker cannot be reached, or
-    /// does not let it be read. `None` if all is well.
+    /// Why nothing is delivered for now, or nothing of a topic or a partition: the broker cannot be
+    /// reached, or does not let it be read. `None` if all is well.
     fn away(&self) -> Option<String> {
         None
     }

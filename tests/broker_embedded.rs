@@ -549,6 +549,7 @@ async fn g2_nothing_is_written_to_a_file_that_was_replaced() {
     let at = |name: &str| embedded.directory.path().join(name);
     std::fs::create_dir(at("now")).unwrap();
     let broker = open(EmbeddedConfig::new(at("now/broker.db"))).await;
+    std::fs::copy(at("now/broker.db"), at("restored.db")).unwrap();
     let mut publisher = broker.publisher().await.unwrap();
     let (mut subscriber, _, _) = first_assignment(&broker).await;
     std::fs::rename(at("now"), at("before")).unwrap();
@@ -558,6 +559,11 @@ async fn g2_nothing_is_written_to_a_file_that_was_replaced() {
     assert!(matches!(&ended, Err(BrokerError::Session(why)) if why.contains("replaced")), "{ended:?}");
     let lost = tokio::time::timeout(PATIENCE, subscriber.next()).await.unwrap();
     assert!(matches!(&lost, Err(BrokerError::Session(why)) if why.contains("replaced")), "{lost:?}");
+    // Shown by: creating a file wherever there is none. It was open when the restored one was
+    // written over it.
+    assert!(matches!(broker.publisher().await, Err(BrokerError::Unavailable(_))));
+    assert!(!at("now/broker.db").exists());
+    std::fs::rename(at("restored.db"), at("now/broker.db")).unwrap();
     publish_some(&broker, 3).await;
     assert_eq!(broker.read_all("t").await.unwrap().len(), 3);
 }

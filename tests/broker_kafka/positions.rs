@@ -1,6 +1,8 @@
 //! Where a partition begins: topics made anew, records that the broker deleted, a broker that is
 //! away.
 
+use std::time::Duration;
+
 use oncebox::adapter::{Break, Position};
 use oncebox::broker::{Begun, Broker, Event, Subscriber};
 use rdkafka::admin::{AdminOptions, NewTopic, TopicReplication};
@@ -135,7 +137,16 @@ async fn g6_a_partition_without_a_leader_stops_no_other_one() {
     let mut member = broker.subscriber(&subscription).await.unwrap();
     let read = receive(&mut member, of_the_first).await;
     assert!(read.iter().all(|delivery| delivery.source.partition == 0), "{read:?}");
+    assert!(member.away().is_some_and(|why| why.contains("t/1")), "{:?}", member.away());
     cluster.partition_leader("t", 1, Some(1)).unwrap();
     assert_eq!(receive(&mut member, 20 - of_the_first).await.len(), 20 - of_the_first);
+    assert_eq!(member.away(), None);
+    // Shown by: an end that nothing reaches, so that `--until-idle` never ended.
+    let caught_up = async {
+        while !member.caught_up().await.unwrap() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(SOON, caught_up).await.unwrap();
     member.close().await;
 }

@@ -88,7 +88,7 @@ impl Log {
             BrokerError::Refused(format!("the lock file `{}` cannot be opened: {error}", lock_file.display()))
         })?;
         let log = Self { config, turn, appended: watch::Sender::new(0) };
-        let connection = log.connect().await?;
+        let connection = log.connect_with(SqliteSynchronous::Full, true).await?;
         connection.close().await.map_err(|error| log.failed("close", &error))?;
         Ok(log)
     }
@@ -96,20 +96,22 @@ impl Log {
     /// Opens a connection, with a thread and a file handle. Its commits are on disk when they
     /// return.
     pub(super) async fn connect(&self) -> Result<LogConnection, BrokerError> {
-        self.connect_with(SqliteSynchronous::Full).await
+        self.connect_with(SqliteSynchronous::Full, false).await
     }
 
     /// Opens a connection for offsets and heartbeats. Its commits survive a crash of the process; a
     /// power failure may lose those since the last sync. Messages whose acknowledgement was lost
     /// are delivered again, and the inbox knows them.
     pub(super) async fn connect_for_offsets(&self) -> Result<LogConnection, BrokerError> {
-        self.connect_with(SqliteSynchronous::Normal).await
+        self.connect_with(SqliteSynchronous::Normal, false).await
     }
 
-    async fn connect_with(&self, synchronous: SqliteSynchronous) -> Result<LogConnection, BrokerError> {
+    /// Creates a missing file only where told, at the start. Later it is missing because a person
+    /// is replacing it: what we created meanwhile would be open when it is written over.
+    async fn connect_with(&self, synchronous: SqliteSynchronous, create: bool) -> Result<LogConnection, BrokerError> {
         let options = SqliteConnectOptions::new()
             .filename(&self.config.path)
-            .create_if_missing(true)
+            .create_if_missing(create)
             .busy_timeout(self.config.busy_timeout)
             .journal_mode(SqliteJournalMode::Wal)
             .synchronous(synchronous)
@@ -169,7 +171,7 @@ impl Log {
         if !connection.file.is_still_at(&self.config.path) {
             return Err(BrokerError::Session(format!(
                 "the broker file `{}` was deleted or replaced while it was open; the session starts anew with the file \
-                 that is there now",
+                 that is there, once there is one",
                 self.config.path.display()
             )));
         }

@@ -17,6 +17,9 @@ pub(super) type Position = (Arc<str>, i32, i64);
 /// The topic and its partition.
 type Place = (Arc<str>, i32);
 
+/// The end of a partition that had no leader to ask when it began.
+pub(super) const UNKNOWN_END: i64 = i64::MAX;
+
 /// All partitions that this member owns.
 #[derive(Debug, Default)]
 pub(super) struct Assignment {
@@ -56,6 +59,8 @@ struct Source {
     end: Option<i64>,
     /// True once the broker reported that this end was reached.
     ended: bool,
+    /// True while nothing was heard of a partition that had no leader when it began.
+    leaderless: bool,
     paused: bool,
     /// True where the caller handles nothing of it: it is paused, and it is waited for no more.
     refused: bool,
@@ -117,6 +122,7 @@ impl Assignment {
                     confirmed: None,
                     end: None,
                     ended: false,
+                    leaderless: false,
                     paused: false,
                     refused: false,
                 };
@@ -163,6 +169,7 @@ impl Assignment {
         let source = self.source_mut(topic, partition).filter(|source| !source.refused)?;
         source.in_flight.push_back(InFlight { offset, weight, counts: true });
         source.next = Some(offset + 1);
+        source.leaderless = false;
         let id = source.id.clone();
         self.rows += 1;
         self.bytes += weight;
@@ -274,9 +281,18 @@ impl Assignment {
         let next: Vec<i64> = self.sources().filter(of_number).filter_map(|source| source.next).collect();
         let times = self.ends_seen.entry((partition, offset)).or_default();
         *times += 1;
-        let is_unexplained = *times > next.iter().filter(|next| **next == offset).count();
+        let standing = next.iter().filter(|next| **next == offset).count();
+        let (is_unexplained, all_reported) = (*times > standing, *times >= standing);
         for source in self.sources_mut().filter(|source| source.id.partition == partition) {
-            let shown = is_unexplained && source.end.is_some_and(|end| offset >= end);
+            let shown = match (source.end, source.next) {
+                // Any end that it reaches is at or behind the one that it had when it began.
+                (Some(UNKNOWN_END), Some(next)) => {
+                    (is_unexplained && offset >= next) || (all_reported && offset == next)
+                }
+                (Some(end), _) => is_unexplained && offset >= end,
+                (None, _) => false,
+            };
+            source.leaderless &= !shown;
             source.ended |= shown || source.has_reached_end();
         }
         // A report of a partition that went on since says nothing about another one. So there are
@@ -289,12 +305,21 @@ impl Assignment {
         self.sources().all(|source| source.id.partition != partition || source.ended || source.refused)
     }
 
-    /// Sets where a partition begins, and its end as the broker told it.
+    /// Sets where a partition begins, and its end as the broker told it, or `UNKNOWN_END`.
     pub(super) fn begin(&mut self, id: &PartitionId, at: i64, end: i64) {
         if let Some(source) = self.assigned(id) {
             source.next = Some(at);
             source.end = Some(end);
+            source.leaderless = end == UNKNOWN_END;
         }
+    }
+
+    /// How many partitions had no leader when they began and are not heard of since, and one of
+    /// them.
+    pub(super) fn leaderless(&self) -> Option<(usize, &PartitionId)> {
+        let mut leaderless = self.sources().filter(|source| source.leaderless && !source.refused);
+        let first = leaderless.next()?;
+        Some((1 + leaderless.count(), &first.id))
     }
 
     /// Where these partitions begin; `None` until `begin` was called for all that this member still
@@ -449,6 +474,26 @@ mod tests {
     }
 
     // While the process lives, an end is reported after each row that arrives.
+    /// Shown by: taking the unknown end for an offset. Nothing reached it, also with a leader.
+    #[test]
+    fn g6_a_partition_that_began_without_a_leader_is_away_until_it_is_heard_of_and_reaches_its_end() {
+        let mut all = Assignment::default();
+        let ids = all.assign(&partitions(&[("a", 0), ("b", 0), ("a", 1)]));
+        all.begin(&ids[0], 4, UNKNOWN_END);
+        all.begin(&ids[1], 4, 4);
+        all.begin(&ids[2], 4, UNKNOWN_END);
+        assert_eq!(all.leaderless(), Some((2, &ids[0])));
+        all.end_reached(0, 4);
+        assert_eq!(all.leaderless(), Some((2, &ids[0])), "the report is explained by topic b");
+        all.end_reached(0, 4);
+        assert_eq!(all.leaderless(), Some((1, &ids[2])), "one of the two reports is of topic a");
+        all.deliver("a", 1, 4, 1);
+        all.hand(&ids[2], 4);
+        assert!(all.leaderless().is_none() && !all.is_caught_up());
+        all.end_reached(1, 5);
+        assert!(all.is_caught_up());
+    }
+
     #[test]
     fn ends_are_kept_only_until_every_partition_has_reached_its_own() {
         let mut all = Assignment::default();

@@ -44,8 +44,9 @@ const COMMIT_AGAIN: Duration = Duration::from_millis(50);
 const BATCH_ROWS: usize = 500;
 const SAY_AGAIN: Duration = Duration::from_secs(30);
 /// How long the topics that may be read are read beside one that may not. Then the member joins
-/// anew, which shows whether it still may not.
-const ASK_DENIED_AGAIN: Duration = Duration::from_secs(30);
+/// anew, which shows whether it still may not. That is done rarely: each time the group rebalances,
+/// and what is in hand comes again. librdkafka reads the topic as soon as it may, without it.
+const ASK_DENIED_AGAIN: Duration = Duration::from_secs(300);
 
 /// The state that the thread, librdkafka's callbacks and the async side share.
 pub(super) struct PollerState {
@@ -479,12 +480,12 @@ fn trouble(shared: &PollerState, error: &KafkaError) {
             BrokerError::Session(format!("what follows in a kafka partition is not there any more: {reason}"))
         }
         // The client may leave such a record out and go on behind it, or ask for it again for ever.
-        Some(Code::BadMessage | Code::BadCompression | Code::NotImplemented | Code::MessageSizeTooLarge) => {
-            BrokerError::Session(format!(
-                "a kafka record cannot be read: {reason}; nothing behind it in its partition is consumed before it can \
+        // `MessageSizeTooLarge` does not belong here: a broker sends the first record whole,
+        // whatever its size, and the client reports it of batches that compaction has emptied.
+        Some(Code::BadMessage | Code::BadCompression | Code::NotImplemented) => BrokerError::Session(format!(
+            "a kafka record cannot be read: {reason}; nothing behind it in its partition is consumed before it can \
                  be read or is deleted"
-            ))
-        }
+        )),
         Some(Code::TopicAuthorizationFailed) => {
             tracing::error!(reason, "a kafka topic may not be read");
             shared.reports.deny(&reason);
@@ -517,7 +518,7 @@ mod tests {
     #[test]
     fn g2_a_record_that_cannot_be_read_ends_the_subscriber_before_what_stands_behind_it() {
         use RDKafkaErrorCode as Code;
-        for code in [Code::BadMessage, Code::BadCompression, Code::NotImplemented, Code::MessageSizeTooLarge] {
+        for code in [Code::BadMessage, Code::BadCompression, Code::NotImplemented] {
             let (sender, mut events) = tokio::sync::mpsc::unbounded_channel();
             let shared = PollerState::new(sender, 10, 1_000, Duration::ZERO);
             shared.reports.error(&KafkaError::MessageConsumption(code), "MessageSet at offset 5 is damaged");

@@ -17,6 +17,7 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
+use super::assignment::UNKNOWN_END;
 use super::blocking;
 use super::client::{self, ASK_DEADLINE, OPEN_DEADLINE};
 use super::config::KafkaConfig;
@@ -147,7 +148,11 @@ impl Subscriber for KafkaSubscriber {
     fn away(&self) -> Option<String> {
         let reports = &self.shared.reports;
         let denied = || reports.denied().map(|(_, why)| format!("a kafka topic may not be read: {why}"));
-        reports.all_down().or_else(denied)
+        reports.all_down().or_else(denied).or_else(|| {
+            let assignment = self.shared.assignment();
+            let (count, PartitionId { place, partition, .. }) = assignment.leaderless()?;
+            Some(format!("kafka partitions without a leader: {count}, {place}/{partition} among them"))
+        })
     }
 
     async fn acknowledge(&mut self, source: &PartitionId, through: i64) -> Result<(), BrokerError> {
@@ -303,7 +308,7 @@ fn offsets(
         // It begins where the group stands. Once it has a leader, an offset that it does not have
         // ends the session, and the next one finds out why.
         if away.contains(source) && committed.is_some() {
-            return Ok(BrokerOffsets { topic_id, committed, first: 0, end: i64::MAX });
+            return Ok(BrokerOffsets { topic_id, committed, first: 0, end: UNKNOWN_END });
         }
         Ok(BrokerOffsets {
             topic_id,

@@ -72,16 +72,20 @@ pub fn start(remembered: Option<&Position>, found: &BrokerOffsets) -> Start {
     {
         return beginning(Some(Break::MadeAnew { first: found.first }));
     }
-    let known = || remembered.map(|position| position.next).into_iter().chain(found.committed);
+    let known = remembered.map(|position| position.next);
     // Take the lower one. The committed offset is ahead when the database went back, and behind
     // when a commit of offsets was lost.
-    let (Some(stood), Some(furthest)) = (known().min(), known().max()) else {
+    let Some(stood) = known.into_iter().chain(found.committed).min() else {
         return beginning(None);
     };
-    // One of them is enough: a broker that was restored from a copy has lost records and offsets
-    // alike, and gives the offsets of the lost ones to others.
-    if furthest > found.end {
-        return beginning(Some(Break::BeyondEnd { stood: furthest, end: found.end }));
+    // A broker that was restored from a copy has lost records and offsets alike, and gives the
+    // offsets of the lost ones to others: so the position in the database alone is enough. The
+    // committed offset is asked only where there is none: after a break it stays beyond the end
+    // until something is acknowledged, and would tell the same break at each assignment.
+    if let Some(last) = known.or(found.committed)
+        && last > found.end
+    {
+        return beginning(Some(Break::BeyondEnd { stood: last, end: found.end }));
     }
     if stood < found.first {
         return beginning(Some(Break::Lost { stood, first: found.first }));
@@ -137,9 +141,23 @@ mod tests {
     #[test]
     fn g2_a_broker_that_went_back_with_its_offsets_is_told() {
         let beyond = Some(Break::BeyondEnd { stood: 101, end: 100 });
-        for (remembered, committed) in [(101, 60), (101, 100), (60, 101)] {
+        for (remembered, committed) in [(101, 60), (101, 100), (101, 101)] {
             let begins = start(Some(&at(Some("a"), remembered)), &found(Some(committed)));
             assert_eq!(begins, Start { at: 10, because: beyond }, "{remembered} {committed}");
+        }
+    }
+
+    /// Shown by: asking whether either position is beyond the end. Each assignment of a partition
+    /// in which nothing was acknowledged since told the break again, and with coordinates as ids
+    /// the partition was refused again after the new `id_epoch` was accepted.
+    #[test]
+    fn g2_a_break_that_was_told_is_not_told_again_for_the_old_offset_of_the_group() {
+        for (topic_id, committed) in [("a", 101), ("old", 200)] {
+            let found = found(Some(committed));
+            let first = start(Some(&at(Some(topic_id), committed)), &found);
+            assert!(first.because.is_some(), "{first:?}");
+            let kept = at(found.topic_id.as_deref(), first.at);
+            assert_eq!(start(Some(&kept), &found), Start { at: first.at, because: None });
         }
     }
 }
