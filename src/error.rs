@@ -245,7 +245,9 @@ impl<T, E: std::fmt::Display> Terminal<T> for Result<T, E> {
 /// texts, everything before the last `@` is replaced.
 #[must_use]
 pub fn redact(url: &str) -> String {
-    let Some((scheme, rest)) = url.split_once("://") else {
+    // A `://` behind something else than a scheme may be one of a password.
+    let is_scheme = |text: &str| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte));
+    let Some((scheme, rest)) = url.split_once("://").filter(|(scheme, _)| is_scheme(scheme)) else {
         return url.rsplit_once('@').map_or_else(|| url.to_owned(), |(_, tail)| format!("***@{tail}"));
     };
     // The `?` may be one of a password before the host, and the `@` one of a password in the query
@@ -304,6 +306,7 @@ mod tests {
             "postgres://db.example/app?user=app&password=s3@s3cret",
             "postgres://db.example:5432/app?password=x@s3cret",
             "app:s3cret@localhost/db",
+            "app:s3://cret@localhost/db",
         ] {
             assert!(!redact(url).contains("s3"), "{}", redact(url));
         }

@@ -146,10 +146,11 @@ impl Relay {
         };
         tokio::select! {
             ended = self.sessions(&stop) => ended,
-            // A database or broker that does not answer cannot delay the stop further. The lease
-            // runs out, and rows that are not marked are sent again.
+            // A database or broker that does not answer, or a client that does not end, cannot
+            // delay the stop further. The lease runs out, and rows that are not marked are sent
+            // again.
             () = overdue => {
-                tracing::warn!(shard = self.options.shard, "the stop took as long as it may: the last mark was not made");
+                tracing::warn!(shard = self.options.shard, "the stop took as long as it may: the lease runs out, and what was not marked is sent again");
                 Ok(RelayEnd::Stopped)
             }
         }

@@ -196,7 +196,11 @@ impl<Db: Remote> BoundedPool<Db> {
 
     /// Takes a connection out of the pool for good: it is never returned.
     pub(super) async fn dedicated(&self) -> sqlx::Result<Bounded<Db>> {
-        Ok(Bounded::new(Held::Own(Box::pin(self.pool.acquire()).await?.detach()), self.answer_timeout))
+        let held = Held::Own(Box::pin(self.pool.acquire()).await?.detach());
+        let mut connection = Bounded::new(held, self.answer_timeout);
+        // What it hears of its server holds for the connections that are left in the pool.
+        connection.moved.clone_from(&self.moved);
+        Ok(connection)
     }
 
     /// Makes a connection outside the pool. It can ask the server about a connection that does not

@@ -4,7 +4,10 @@ use std::time::Duration;
 
 use oncebox::sqlx::{self, Connection, Executor, PgConnection};
 use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{Base, Inbox, InboxEntry, LeasedMessage, Proof, RowLease, Schema, StoreOptions, Undone, Waiting};
+use oncebox::store::{
+    Base, Inbox, InboxEntry, LeaseAnswer, LeaseRequest, LeasedMessage, Outbox, Proof, RowLease, Schema, StoreOptions,
+    Undone, Waiting,
+};
 use oncebox::{StoreError, message::MessageId};
 
 use crate::postgres::{Server, on_server, with_database, with_path};
@@ -36,6 +39,30 @@ async fn connections_that_died_in_the_pool_cost_no_transaction() {
         let mut tx = database.store.begin(consumer).await.unwrap();
         assert_eq!(tx.admit(&[entry()]).await.unwrap(), [None]);
         tx.commit().await.unwrap();
+    })
+    .await;
+}
+
+/// A former primary keeps the connections of the pool. Shown by hearing only connections that go
+/// back to the pool: the relay takes its own out of it, and met the old ones one after the other.
+#[tokio::test]
+async fn g10_a_relay_meets_a_server_that_takes_no_writes_once() {
+    with_database("g10_a_relay_meets_a_server_that_takes_no_writes_once", |database| async move {
+        let pool = database.store.pool();
+        let mut former = Vec::new();
+        for _ in 0..3 {
+            let mut connection = pool.acquire().await.unwrap();
+            connection.execute("set default_transaction_read_only = on").await.unwrap();
+            former.push(connection);
+        }
+        drop(former);
+        let back = || async { (pool.num_idle() == 3).then_some(()) };
+        eventually("they are back in the pool", Duration::from_secs(30), back).await;
+        let request = LeaseRequest::new("relay", Duration::from_secs(60));
+        let refused = database.store.open(&request).await;
+        assert!(matches!(refused, Err(StoreError::Unavailable(_))), "{refused:?}");
+        let LeaseAnswer::Taken(session) = database.store.open(&request).await.unwrap() else { panic!("it is free") };
+        session.release().await.unwrap();
     })
     .await;
 }

@@ -52,6 +52,10 @@ async fn repartition(args: &RepartitionArgs, settings: &Settings, output: Output
     }
     // An old queue is deleted once its topic has moved. Nothing else may be in it or read it.
     require_apart(&settings.consumer, &settings.broker.url.0)?;
+    // A wrong name of a queue would make queues that fill and that no consumer reads.
+    for consumer in &settings.consumer {
+        consumer.options(false, settings.shutdown_grace).map_err(AppError::usage)?;
+    }
     let broker = RabbitBroker::new(settings.rabbitmq())?;
     let partitions = settings.broker.rabbitmq.partitions;
     let begun = tokio::time::Instant::now();

@@ -152,14 +152,23 @@ fn a_setting_out_of_its_bounds_ends_the_program_that_uses_it() {
     }
 }
 
-/// Shown by asking the broker at once: the queue would be deleted with the messages of the topic
-/// that is not moved.
+/// Shown by asking the broker at once: a queue would be deleted with the messages of the topic that
+/// is not moved, or queues would be made that no consumer reads.
 #[test]
-fn a_queue_with_two_topics_is_refused_before_it_is_changed() {
+fn queues_that_no_consumer_may_read_are_refused_before_they_are_changed() {
     let place = Place::new();
-    let config = place.config("consumer = [{ name = 'c', topics = ['t', 'u'], queues = { t = 'q', u = 'q' } }]");
-    let repartition = ["queues", "repartition", "--config", &config, "--broker", "amqp://127.0.0.1:1", "--wait", "0s"];
-    place.oncebox(&repartition).run().fails(2, &["`c`", "two topics", "queue `q`", "another `queues`"]);
+    for (consumer, words) in [
+        (
+            "topics = ['t', 'u'], queues = { t = 'q', u = 'q' }",
+            &["`c`", "two topics", "queue `q`", "another `queues`"][..],
+        ),
+        ("topics = ['t'], queues = { tt = 'q' }", &["`c`", "queues", "`tt` is none of its topics: t"]),
+    ] {
+        let config = place.config(&format!("consumer = [{{ name = 'c', {consumer} }}]"));
+        let repartition =
+            ["queues", "repartition", "--config", &config, "--broker", "amqp://127.0.0.1:1", "--wait", "0s"];
+        place.oncebox(&repartition).run().fails(2, words);
+    }
 }
 
 #[test]
