@@ -87,6 +87,23 @@ async fn a_counter_behind_a_diverted_row_and_a_table_without_transactions_are_re
     assert!(finding.severity == Severity::Warning && finding.detail.ends_with(": plain"), "{finding:?}");
 }
 
+/// As a database is restored from a dump that was made without `--routines`. Shown to fail by making
+/// only the function again: `doctor` said that the procedure was there, and nothing made it.
+#[tokio::test(flavor = "multi_thread")]
+async fn routines_that_a_dump_left_out_are_told_and_made_again() {
+    let Some(db) = Db::new("routines_that_a_dump_left_out_are_told_and_made_again").await else { return };
+    let whole = find(&db.store.check().await.unwrap(), "SQL door").clone();
+    let mut app = db.app().await;
+    execute(&mut app, "drop procedure oncebox_enqueue_p; drop function if exists oncebox_enqueue").await;
+    let findings = db.store.check().await.unwrap();
+    let door = find(&findings, "SQL door");
+    assert!(door.severity == Severity::Warning && door.detail.contains("no service can enqueue by SQL"), "{door:?}");
+    assert!(db.store.migrate().await.unwrap().is_empty());
+    assert_eq!(find(&db.store.check().await.unwrap(), "SQL door"), &whole);
+    execute(&mut app, "call oncebox_enqueue_p('t', null, 'k', '', null, null, null, @id)").await;
+    assert_eq!(db.count("oncebox_outbox").await, 1);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_migrator_without_super_gets_the_schema_under_binary_logging_and_the_function_later() {
     let test = "a_migrator_without_super_gets_the_schema_under_binary_logging_and_the_function_later";

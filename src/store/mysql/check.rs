@@ -10,6 +10,7 @@ use std::collections::HashMap;
 
 use sqlx::MySql;
 
+use super::schema::Routines;
 use super::without_transactions;
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
@@ -48,9 +49,9 @@ pub(super) async fn of_server(connection: &mut Bounded<MySql>) -> Result<Vec<Fin
 }
 
 /// Checks what is in the database of a schema that exists.
-pub(super) async fn of_schema(connection: &mut Bounded<MySql>, has_function: bool) -> Result<Vec<Finding>, StoreError> {
+pub(super) async fn of_schema(connection: &mut Bounded<MySql>, routines: Routines) -> Result<Vec<Finding>, StoreError> {
     let mut findings = engines(connection).await?;
-    findings.push(function(has_function));
+    findings.push(door(routines));
     findings.push(triggers(connection).await?);
     findings.push(positions::look(connection).await?);
     Ok(findings)
@@ -224,8 +225,15 @@ fn read_only(global: &Variables) -> Finding {
     Finding::ok("read_only", "off")
 }
 
-fn function(is_there: bool) -> Finding {
-    if is_there {
+fn door(routines: Routines) -> Finding {
+    if !routines.procedure {
+        return Finding::warning(
+            "SQL door",
+            "the procedure oncebox_enqueue_p is not there: no service can enqueue by SQL",
+            "run `oncebox migrate up`, which makes it again; a dump has it only with `mysqldump --routines`",
+        );
+    }
+    if routines.function {
         return Finding::ok("SQL door", "the procedure oncebox_enqueue_p and the function oncebox_enqueue");
     }
     Finding::warning(

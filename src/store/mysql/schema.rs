@@ -31,8 +31,10 @@ const MIGRATIONS: &[MigrationText] = &[
     MigrationText::breaking(4, "operations", include_str!("../../../migrations/mysql/0004_operations.sql")),
 ];
 
-/// The migration whose last statement a server may forbid.
-const OPTIONAL: i64 = 3;
+/// The migration that makes the procedure.
+const PROCEDURE: i64 = 2;
+/// The migration that makes the function. A server may forbid its last statement.
+const FUNCTION: i64 = 3;
 
 /// Errors where functions are forbidden under binary logging (1418, 1419), or the migrator may not
 /// make any (1044, 1142, 1227, 1370).
@@ -78,8 +80,8 @@ impl Schema for MySqlStore {
         let mut connection = self.pool.acquire().await?;
         let mut findings = check::of_server(&mut connection).await?;
         if applied(&mut connection).await?.newest().is_some() {
-            let has_function = has_function(&mut connection).await?;
-            findings.extend(check::of_schema(&mut connection, has_function).await?);
+            let routines = Routines::read(&mut connection).await?;
+            findings.extend(check::of_schema(&mut connection, routines).await?);
         }
         Ok(findings)
     }
@@ -101,18 +103,23 @@ async fn applied(connection: &mut Bounded<MySql>) -> Result<History, StoreError>
 
 async fn apply(connection: &mut Bounded<MySql>) -> Result<Vec<i64>, StoreError> {
     let missing = applied(connection).await?.missing(MIGRATIONS)?;
+    let routines = Routines::read(connection).await?;
     for migration in MIGRATIONS {
-        // The optional function is tried again where it is missing: the server's setting may have
-        // changed.
-        let is_there = !missing.contains(&migration.version);
-        if is_there && (migration.version != OPTIONAL || has_function(connection).await?) {
+        // A routine that is missing is made again: `mysqldump` leaves routines out unless it is
+        // told otherwise, and the setting that forbade the function may have changed.
+        let has_its_routine = match migration.version {
+            PROCEDURE => routines.procedure,
+            FUNCTION => routines.function,
+            _ => true,
+        };
+        if !missing.contains(&migration.version) && has_its_routine {
             continue;
         }
         for statement in statements(migration.sql) {
             match connection.plain().execute(AssertSqlSafe(statement)).await {
                 Ok(_) => {}
                 Err(error)
-                    if migration.version == OPTIONAL
+                    if migration.version == FUNCTION
                         && number(&error).is_some_and(|number| FORBIDDEN.contains(&number)) =>
                 {
                     let error = crate::error::classify::words(&error);
@@ -126,15 +133,24 @@ async fn apply(connection: &mut Bounded<MySql>) -> Result<Vec<i64>, StoreError> 
     Ok(missing)
 }
 
-/// Whether the SQL door exists as a function too.
-async fn has_function(connection: &mut Bounded<MySql>) -> Result<bool, StoreError> {
-    let found: i64 = sqlx::query_scalar(
-        "select count(*) from information_schema.routines \
-         where routine_schema = database() and routine_name = 'oncebox_enqueue' and routine_type = 'FUNCTION'",
-    )
-    .one(connection)
-    .await?;
-    Ok(found > 0)
+/// Which routines of the SQL door exist.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Routines {
+    pub(super) procedure: bool,
+    pub(super) function: bool,
+}
+
+impl Routines {
+    async fn read(connection: &mut Bounded<MySql>) -> Result<Self, StoreError> {
+        let (procedures, functions): (i64, i64) = sqlx::query_as(
+            "select count(case when routine_type = 'PROCEDURE' and routine_name = 'oncebox_enqueue_p' then 1 end), \
+                    count(case when routine_type = 'FUNCTION' and routine_name = 'oncebox_enqueue' then 1 end) \
+               from information_schema.routines where routine_schema = database()",
+        )
+        .one(connection)
+        .await?;
+        Ok(Self { procedure: procedures > 0, function: functions > 0 })
+    }
 }
 
 /// Splits a file as the `mysql` client does: at a delimiter at the end of a line. A line `delimiter
