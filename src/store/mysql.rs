@@ -1,4 +1,4 @@
-//! The store on MySQL 8.0 or later and MariaDB 10.6 or later: tables with the prefix `oncebox_` in
+//! The store on MySQL 8.0.19 or later and MariaDB 10.6 or later: tables with the prefix `oncebox_` in
 //! the user's own database.
 //!
 //! Guarantees:

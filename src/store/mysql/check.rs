@@ -76,16 +76,16 @@ impl Variables {
 }
 
 fn server(version: &str) -> Finding {
-    let numbers: Vec<u32> = version.split(|c: char| !c.is_ascii_digit()).take(2).flat_map(str::parse).collect();
+    let numbers: Vec<u32> = version.split(|c: char| !c.is_ascii_digit()).take(3).flat_map(str::parse).collect();
     let is_mariadb = version.to_lowercase().contains("mariadb");
-    let (name, needed) = if is_mariadb { ("MariaDB", [10, 6]) } else { ("MySQL", [8, 0]) };
-    if numbers.as_slice() >= needed.as_slice() {
+    let (name, needed) = if is_mariadb { ("MariaDB", &[10, 6][..]) } else { ("MySQL", &[8, 0, 19][..]) };
+    if numbers.as_slice() >= needed {
         return Finding::ok("server version", format!("{name} {version}"));
     }
     Finding::refused(
         "server version",
-        format!("{name} {version} has no JSON_TABLE or no SKIP LOCKED"),
-        "use MySQL 8.0 or later, or MariaDB 10.6 or later",
+        format!("{name} {version} lacks JSON_TABLE, SKIP LOCKED or DROP CONSTRAINT"),
+        "use MySQL 8.0.19 or later, or MariaDB 10.6 or later",
     )
 }
 
@@ -333,11 +333,11 @@ mod tests {
 
     #[test]
     fn r10_servers_that_are_too_old_are_refused() {
-        for version in ["5.7.44-log", "10.5.28-MariaDB-log", "5.5.5-10.4.1-MariaDB"] {
+        for version in ["5.7.44-log", "8.0.18", "10.5.28-MariaDB-log", "5.5.5-10.4.1-MariaDB"] {
             assert_eq!(server(version).severity, Severity::Refused, "{version}");
         }
         for version in
-            ["8.0.36", "8.4.0", "9.1.0", "10.6.4-MariaDB", "10.11.19-MariaDB-0+deb12u1-log", "11.8.6-MariaDB"]
+            ["8.0.19", "8.0.36", "8.4.0", "9.1.0", "10.6.4-MariaDB", "10.11.19-MariaDB-0+deb12u1-log", "11.8.6-MariaDB"]
         {
             assert_eq!(server(version).severity, Severity::Ok, "{version}");
         }
