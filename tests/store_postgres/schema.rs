@@ -1,5 +1,7 @@
 //! The schema: comments, migrations, and what a server or a role may lack.
 
+use std::time::Duration;
+
 use oncebox::sqlx::postgres::PgConnection;
 use oncebox::sqlx::{AssertSqlSafe, Connection, Executor, query_scalar};
 use oncebox::store::postgres::PostgresStore;
@@ -182,6 +184,25 @@ async fn a_migration_that_was_changed_after_it_was_applied_is_refused() {
         database.run("update oncebox.migration set checksum = '\\x00' where version = 2").await;
         let error = database.store.migrate().await.unwrap_err().to_string();
         assert!(error.contains("migration 2 was applied with another text"), "{error}");
+    })
+    .await;
+}
+
+/// Shown to fail: with the server's error, "canceling statement due to lock timeout".
+#[tokio::test]
+async fn a_migrator_that_waits_too_long_for_another_one_says_so() {
+    with_database("a_migrator_that_waits_too_long_for_another_one_says_so", |database| async move {
+        let mut other = database.connection().await;
+        other.execute(r"select pg_advisory_lock(x'6f6e6365626f7800'::bit(64)::bigint)").await.unwrap();
+        // The wait ends five seconds after it.
+        let handler_timeout = Duration::from_millis(100);
+        let options = StoreOptions { handler_timeout, ..StoreOptions::new(database.url.clone()) };
+        let store = PostgresStore::connect(&options).await.unwrap();
+        let error = store.migrate().await.unwrap_err().to_string();
+        assert!(error.contains("another process has been migrating this database"), "{error}");
+        other.close().await.unwrap();
+        assert!(store.migrate().await.unwrap().is_empty());
+        store.close().await;
     })
     .await;
 }

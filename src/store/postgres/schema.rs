@@ -7,7 +7,7 @@
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Postgres};
 
-use super::PostgresStore;
+use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Schema, SchemaState, checksum};
@@ -36,7 +36,7 @@ const MIGRATIONS: [MigrationText; 4] = [
     ),
 ];
 
-/// All databases of a server share the numbers of advisory locks, so this is eight bytes that
+/// All programs of a database share the numbers of advisory locks, so this is eight bytes that
 /// nobody else uses.
 const MIGRATION_LOCK: i64 = i64::from_be_bytes(*b"oncebox\0");
 
@@ -77,11 +77,20 @@ impl Schema for PostgresStore {
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
         // The connection does not go back to the pool, so the lock ends with it in any case. A
-        // migration, and the wait for another migrator, have no time limit.
+        // migration has no time limit; each wait for a lock ends after the session's `lock_timeout`.
         let mut connection = self.pool.dedicated().await?;
         // Hides the notices "already exists, skipping", which are normal for repeatable migrations.
         sqlx::query("set client_min_messages = warning").execute(connection.plain()).await?;
-        sqlx::query("select pg_advisory_lock($1)").bind(MIGRATION_LOCK).execute(connection.plain()).await?;
+        let lock = sqlx::query("select pg_advisory_lock($1)").bind(MIGRATION_LOCK);
+        if let Err(error) = lock.execute(connection.plain()).await {
+            return Err(match code(&error).as_deref() {
+                Some("55P03") => StoreError::Refused(format!(
+                    "another process has been migrating this database for more than {} s; wait for it, or end it",
+                    self.server_timeout().as_secs()
+                )),
+                _ => error.into(),
+            });
+        }
         if applied(&mut connection).await?.0.is_empty() {
             sqlx::raw_sql(MIGRATION_TABLE).execute(connection.plain()).await?;
         }
