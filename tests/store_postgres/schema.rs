@@ -225,6 +225,16 @@ async fn a_migrator_that_may_not_create_roles_is_told_what_to_run() {
     let worst = store.check().await.unwrap().into_iter().max_by_key(|finding| finding.severity).unwrap();
     // The server runs without fsync.
     assert!(worst.severity < Severity::Refused, "{worst:?}");
+    // As a member of the owner leaves it, that made a partition as itself.
+    let ownership = async || {
+        let findings = store.check().await.unwrap();
+        findings.into_iter().find(|finding| finding.name == "ownership").unwrap()
+    };
+    assert_eq!(ownership().await.severity, Severity::Ok);
+    let mut admin = PgConnection::connect(&with_path(&server.url(), "app")).await.unwrap();
+    admin.execute("alter table oncebox.outbox_p1 owner to current_user").await.unwrap();
+    let finding = ownership().await;
+    assert!(finding.severity == Severity::Warning && finding.detail.contains("outbox_p1"), "{finding:?}");
     store.close().await;
 }
 
@@ -240,6 +250,23 @@ async fn a_standby_and_row_security_are_refused() {
             .collect();
         assert_eq!(refused, ["ownership"]);
         assert!(findings.iter().all(|finding| (finding.severity == Severity::Ok) == finding.remedy.is_none()));
+    })
+    .await;
+}
+
+/// Shown to fail by asking for the size of the table by its name: the check ended with an error of
+/// the server, and nothing else was looked at.
+#[tokio::test]
+async fn a_default_partition_that_was_dropped_is_told() {
+    with_database("a_default_partition_that_was_dropped_is_told", |database| async move {
+        database.run("drop table oncebox.outbox_default").await;
+        let findings = database.store.check().await.unwrap();
+        let refused: Vec<&str> = findings
+            .iter()
+            .filter(|finding| finding.severity == Severity::Refused)
+            .map(|finding| finding.name.as_str())
+            .collect();
+        assert_eq!(refused, ["partitions"]);
     })
     .await;
 }

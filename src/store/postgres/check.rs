@@ -172,7 +172,8 @@ async fn default_partitions(connection: &mut Bounded<Postgres>) -> Result<Findin
     .one(&mut *connection)
     .await?;
     let outran: i64 = sqlx::query_scalar(
-        "select pg_relation_size('oncebox.outbox_default') + pg_relation_size('oncebox.inbox_timed_default')",
+        "select coalesce(pg_relation_size(to_regclass('oncebox.outbox_default')), 0)
+              + coalesce(pg_relation_size(to_regclass('oncebox.inbox_timed_default')), 0)",
     )
     .one(connection)
     .await?;
@@ -313,10 +314,16 @@ async fn cursor(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreErro
     })
 }
 
-/// Only the owner can make partitions, and row security would hide rows from other roles.
+/// Only the owner can make partitions, and row security would hide rows from other roles. A
+/// partition that another role made can be emptied and dropped by that role only.
 async fn ownership(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
-    let (is_as_owner, has_row_security, owner): (bool, bool, String) = sqlx::query_as(
-        "select pg_has_role(c.relowner, 'usage'), c.relrowsecurity, c.relowner::regrole::text
+    let (is_as_owner, has_row_security, owner, of_others): (bool, bool, String, Vec<String>) = sqlx::query_as(
+        "select pg_has_role(c.relowner, 'usage'), c.relrowsecurity, c.relowner::regrole::text,
+                array(select p.oid::regclass::text
+                        from pg_inherits i join pg_class p on p.oid = i.inhrelid
+                       where i.inhparent in ('oncebox.outbox'::regclass, 'oncebox.inbox_timed'::regclass)
+                         and not pg_has_role(p.relowner, 'usage')
+                       order by 1)
            from pg_class c where c.oid = 'oncebox.outbox'::regclass",
     )
     .one(connection)
@@ -327,15 +334,25 @@ async fn ownership(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreE
             "row security is enabled on oncebox.outbox: a relay could be shown fewer rows than there are",
             "alter table oncebox.outbox disable row level security",
         )
-    } else if is_as_owner {
+    } else if is_as_owner && of_others.is_empty() {
         Finding::ok("ownership", format!("this role acts as {owner}, the owner"))
+    } else if is_as_owner {
+        Finding::warning(
+            "ownership",
+            format!(
+                "{} partitions belong to other roles, so this role cannot empty them: {}",
+                of_others.len(),
+                of_others.join(", ")
+            ),
+            format!("as an administrator, for each of them: alter table {} owner to {owner}", of_others[0]),
+        )
     } else {
         Finding::warning(
             "ownership",
             format!(
                 "this role is not {owner}, the owner: it can make no partitions, so rows go to the DEFAULT partitions"
             ),
-            format!("let publisher and consumer connect as {owner}, or grant {owner} to their role"),
+            format!("let publisher and consumer connect as {owner}: what a member of it makes belongs to that member"),
         )
     })
 }
