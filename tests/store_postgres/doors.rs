@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use oncebox::sqlx::postgres::PgConnection;
 use oncebox::sqlx::{self, AssertSqlSafe, Connection, Executor, Row};
-use oncebox::store::{Base, LeaseAnswer, LeaseRequest, Mark, Outbox, OutboxRow, Schema};
+use oncebox::store::{Base, Enqueue, LeaseAnswer, LeaseRequest, Mark, NewEmail, Outbox, OutboxRow, Schema};
 use oncebox::{NewMessage, StoreError};
 use oncebox_testkit::store::{LimitCase, RawValue, limit_cases};
 use uuid::Uuid;
@@ -224,6 +224,19 @@ async fn r1_an_application_may_call_the_doors_and_nothing_else() {
         ] {
             assert_eq!(denied(&mut app, forbidden).await, "42501", "{forbidden}");
         }
+        // The grant of docs/guides/production.md lets a service queue e-mails, and read none.
+        let email = NewEmail {
+            unique_key: "receipt_1".to_owned(),
+            recipient: "ann@example.org".to_owned(),
+            subject: "Receipt".to_owned(),
+            body: "Hello".to_owned(),
+        };
+        assert!(app.queue_email(&email).await.is_err(), "an e-mail without a grant");
+        database.run(&format!("grant insert, select (unique_key) on oncebox.email to {role}")).await;
+        assert!(app.queue_email(&email).await.unwrap());
+        assert!(!app.queue_email(&email).await.unwrap(), "it is there already");
+        assert_eq!(denied(&mut app, "select recipient from oncebox.email").await, "42501");
+        database.run(&format!("revoke insert, select (unique_key) on oncebox.email from {role}")).await;
         drop(app);
         let there: i64 = database.value("select count(*) from oncebox.outbox").await;
         assert_eq!(there, 7);
