@@ -282,7 +282,7 @@ impl Assignment {
     }
 
     /// The partitions that must be paused, and those that must be resumed, so that all of them are
-    /// paused, or only the refused ones. From now on they count as changed.
+    /// paused, or only those that are not read. From now on they count as changed.
     pub(super) fn take_to_pause(&mut self, all: bool) -> (Vec<Place>, Vec<Place>) {
         let (mut pause, mut resume) = (Vec::new(), Vec::new());
         for source in self.sources_mut().filter(|source| source.paused != (all || !source.is_read())) {
