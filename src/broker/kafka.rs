@@ -27,6 +27,7 @@ mod reader;
 mod subscriber;
 mod topology;
 mod unread;
+mod unreadable;
 mod window;
 mod wire;
 

@@ -10,12 +10,17 @@ use oncebox::broker::{Broker, Event, Publisher, Refusal, Settled, Subscription, 
 use rdkafka::mocking::MockCluster;
 use rdkafka::producer::DefaultProducerContext;
 use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 type Mock = MockCluster<'static, DefaultProducerContext>;
 
 fn mock(topic: &str) -> (Mock, KafkaBroker) {
+    mock_with(topic, 1)
+}
+
+fn mock_with(topic: &str, partitions: i32) -> (Mock, KafkaBroker) {
     let mock = MockCluster::new(1).unwrap();
-    mock.create_topic(topic, 1, 1).unwrap();
+    mock.create_topic(topic, partitions, 1).unwrap();
     let mut config = KafkaConfig::from_url(&format!("kafka://{}", mock.bootstrap_servers())).unwrap();
     config.session_timeout = Duration::from_secs(6);
     config.properties.insert("fetch.wait.max.ms".into(), "10".into());
@@ -207,6 +212,49 @@ async fn a_topic_that_may_not_be_read_is_shown() {
     let why = eventually("it is shown", SOON, || async { subscriber.away() }).await;
     assert!(why.contains("may not be read"), "{why}");
     subscriber.close().await;
+}
+
+/// Appends a record whose checksum is wrong to a partition of topic `t`. The mock cluster keeps what
+/// it gets; a real broker refuses such a record.
+async fn append_damaged(mock: &Mock, partition: i32) {
+    let number = |number: usize| i32::try_from(number).unwrap().to_be_bytes();
+    // The leader's epoch, the version, the checksum, attributes and times, no producer, one record.
+    let checked =
+        [&[0_u8; 4][..], &[2], &[0xBA; 4], &[0; 2 + 4 + 8 + 8], &[0xFF; 8 + 2 + 4], &number(1), b"one record"].concat();
+    let batch = [&[0_u8; 8][..], &number(checked.len()), &checked].concat();
+    // Produce, version 7, from client `c`: no transaction, acks of the leader, one topic, one
+    // partition.
+    let start = [&[0_u8, 0, 0, 7][..], &number(1), &[0, 1, b'c'], &[0xFF, 0xFF], &[0, 1], &number(10_000)].concat();
+    let place = [&number(1)[..], &[0, 1, b't'], &number(1), &partition.to_be_bytes(), &number(batch.len())].concat();
+    let request = [start, place, batch].concat();
+    let mut broker = tokio::net::TcpStream::connect(mock.bootstrap_servers()).await.unwrap();
+    broker.write_all(&[&number(request.len())[..], &request].concat()).await.unwrap();
+    // Its length, the number of the request, and the place again, before the code.
+    let mut answer = [0; 4 + 4 + 4 + 3 + 4 + 4 + 2];
+    broker.read_exact(&mut answer).await.unwrap();
+    assert_eq!(answer[23..], [0, 0], "{answer:?}");
+}
+
+/// Shown by: ending the subscriber. The member joined anew every few seconds, and the other
+/// partition was read only in between.
+#[tokio::test]
+async fn g6_a_record_that_cannot_be_read_stops_its_partition_alone_and_is_shown() {
+    let (mock, broker) = mock_with("t", 2);
+    let rows = || (0..20).map(|n| message("t", Some(format!("k{n}").as_str()), n.to_string())).collect::<Vec<_>>();
+    publish_all(&broker, rows()).await;
+    let mut member = broker.subscriber(&Subscription::new(unique("group"), vec!["t".into()])).await.unwrap();
+    let deliveries = receive(&mut member, 20).await;
+    acknowledge(&mut member, &deliveries).await;
+    let of_the_first = deliveries.iter().filter(|delivery| delivery.source.partition == 0).count();
+    assert!((1..20).contains(&of_the_first), "{of_the_first} of 20");
+    append_damaged(&mock, 0).await;
+    let why = eventually("it is shown", SOON, || async { member.away() }).await;
+    assert!(why.contains("t/0") && why.contains(&format!("at offset {of_the_first} ")), "{why}");
+    publish_all(&broker, rows()).await;
+    let read = receive(&mut member, 20 - of_the_first).await;
+    assert!(read.iter().all(|delivery| delivery.source.partition == 1), "{read:?}");
+    assert!(member.away().is_some());
+    member.close().await;
 }
 
 #[tokio::test]

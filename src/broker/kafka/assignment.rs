@@ -64,9 +64,15 @@ struct Source {
     paused: bool,
     /// True where the caller handles nothing of it: it is paused, and it is waited for no more.
     refused: bool,
+    /// Why its next record cannot be read: it is paused, and not read behind that record.
+    unreadable: Option<String>,
 }
 
 impl Source {
+    fn is_read(&self) -> bool {
+        !self.refused && self.unreadable.is_none()
+    }
+
     /// Whether everything that was there at its start was delivered.
     fn has_reached_end(&self) -> bool {
         self.ended || self.refused || self.end.zip(self.next).is_some_and(|(end, next)| next >= end)
@@ -125,6 +131,7 @@ impl Assignment {
                     leaderless: false,
                     paused: false,
                     refused: false,
+                    unreadable: None,
                 };
                 self.topics.entry(place).or_default().insert(*partition, source);
                 id
@@ -163,10 +170,35 @@ impl Assignment {
         self.bytes -= gone.iter().map(|one| one.weight).sum::<usize>();
     }
 
+    /// Reads this partition no further, because its next record cannot be read. What was delivered
+    /// of it before is acknowledged and counted as ever.
+    pub(super) fn stop_before_next(&mut self, topic: &str, partition: i32, why: String) {
+        if let Some(source) = self.source_mut(topic, partition) {
+            source.unreadable = Some(why);
+        }
+    }
+
+    /// How many partitions are not read further because of a record, one of them, and why.
+    pub(super) fn unreadable(&self) -> Option<(usize, &PartitionId, &str)> {
+        let mut stopped = self.sources().filter_map(|source| Some((&source.id, source.unreadable.as_deref()?)));
+        let (id, why) = stopped.next()?;
+        Some((1 + stopped.count(), id, why))
+    }
+
+    /// Where each partition with a leader goes on: those that are not refused, or only those that
+    /// are not read further because of a record.
+    pub(super) fn nexts(&self, only_unreadable: bool) -> Vec<Position> {
+        let is_asked = |source: &&Source| {
+            !source.refused && !source.leaderless && (!only_unreadable || source.unreadable.is_some())
+        };
+        let asked = self.sources().filter(is_asked);
+        asked.filter_map(|source| Some((Arc::clone(&source.id.place), source.id.partition, source.next?))).collect()
+    }
+
     /// Counts a delivery. Returns `None` for a partition that this member does not own, or that is
-    /// refused.
+    /// not read.
     pub(super) fn deliver(&mut self, topic: &str, partition: i32, offset: i64, weight: usize) -> Option<PartitionId> {
-        let source = self.source_mut(topic, partition).filter(|source| !source.refused)?;
+        let source = self.source_mut(topic, partition).filter(|source| source.is_read())?;
         source.in_flight.push_back(InFlight { offset, weight, counts: true });
         source.next = Some(offset + 1);
         source.leaderless = false;
@@ -250,10 +282,10 @@ impl Assignment {
     }
 
     /// The partitions that must be paused, and those that must be resumed, so that all of them are
-    /// paused, or only the refused ones. From now on they count as changed.
+    /// paused, or only those that are not read. From now on they count as changed.
     pub(super) fn take_to_pause(&mut self, all: bool) -> (Vec<Place>, Vec<Place>) {
         let (mut pause, mut resume) = (Vec::new(), Vec::new());
-        for source in self.sources_mut().filter(|source| source.paused != (all || source.refused)) {
+        for source in self.sources_mut().filter(|source| source.paused != (all || !source.is_read())) {
             source.paused = !source.paused;
             let changed = if source.paused { &mut pause } else { &mut resume };
             changed.push((Arc::clone(&source.id.place), source.id.partition));
@@ -584,5 +616,26 @@ mod tests {
         assert_eq!(due(&mut all), [("t".to_owned(), 1, 2)]);
         let again = all.assign(&partitions(&[("t", 0)]));
         assert_eq!(all.deliver("t", 0, 0, 10), Some(again[0].clone()), "refused once, not for ever");
+    }
+
+    /// Shown by: forgetting what is in flight, as for a refused partition (it was never committed).
+    #[test]
+    fn g2_a_partition_stops_before_a_record_that_cannot_be_read_and_what_came_before_is_committed() {
+        let mut all = Assignment::default();
+        let ids = all.assign(&partitions(&[("t", 0), ("t", 1)]));
+        ids.iter().for_each(|id| all.begin(id, 5, 9));
+        all.deliver("t", 0, 5, 10).unwrap();
+        assert_eq!(all.unreadable(), None);
+        all.stop_before_next("t", 0, "at offset 6".to_owned());
+        assert_eq!(all.unreadable(), Some((1, &ids[0], "at offset 6")));
+        assert_eq!((all.nexts(false).len(), all.nexts(true)), (2, vec![("t".into(), 0, 6)]));
+        assert_eq!(all.deliver("t", 0, 7, 10), None, "it stands behind the record");
+        assert_eq!(all.take_to_pause(false), (vec![("t".into(), 0)], vec![]));
+        all.deliver("t", 1, 5, 10).unwrap();
+        all.acknowledge(&ids[0], 5);
+        assert_eq!(due(&mut all), [("t".to_owned(), 0, 6)]);
+        assert!(!all.is_caught_up());
+        all.assign(&partitions(&[("t", 0)]));
+        assert_eq!(all.unreadable(), None, "a new assignment tries again");
     }
 }

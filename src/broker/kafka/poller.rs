@@ -24,8 +24,9 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::assignment::{Assignment, Position};
 use super::blocking;
+use super::config::KafkaConfig;
 use super::context::Reports;
-use super::wire;
+use super::{unreadable, wire};
 use crate::broker::{Delivery, Event, RevokeGuard};
 use crate::error::BrokerError;
 
@@ -47,6 +48,8 @@ const SAY_AGAIN: Duration = Duration::from_secs(30);
 /// anew, which shows whether it still may not. That is done rarely: each time the group rebalances,
 /// and what is in hand comes again. librdkafka reads the topic as soon as it may, without it.
 const ASK_DENIED_AGAIN: Duration = Duration::from_secs(300);
+/// How often it is tried whether a record that cannot be read is away or can be read by now.
+const TRY_UNREADABLE_AGAIN: Duration = Duration::from_secs(60);
 
 /// The state that the thread, librdkafka's callbacks and the async side share.
 pub(super) struct PollerState {
@@ -149,7 +152,8 @@ impl PollerState {
         self.assignment().unconfirmed(of)
     }
 
-    fn tell(&self, event: Result<Event, BrokerError>) {
+    /// Hands an event over to the async side.
+    pub(super) fn tell(&self, event: Result<Event, BrokerError>) {
         // Sending fails only when the subscriber was dropped: then the thread is about to end.
         let _nobody = self.events.send(event);
     }
@@ -335,8 +339,9 @@ fn commit_now(
 }
 
 /// Polls until the subscriber closes, then leaves the group.
-pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerState) {
+pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerState, config: &KafkaConfig) {
     let mut crowded_since = None;
+    let mut tried_at = Instant::now();
     let mut committed_at = Instant::now();
     while !shared.is_closing() {
         if committed_at.elapsed() >= COMMIT_EVERY {
@@ -347,6 +352,14 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerSta
             {
                 shared.tell(Err(BrokerError::Destination(format!("a kafka topic may not be read: {why}"))));
                 break;
+            }
+            if tried_at.elapsed() >= TRY_UNREADABLE_AGAIN {
+                tried_at = Instant::now();
+                // The client may stand behind the record. So the member joins anew.
+                if let Some(reason) = unreadable::is_over(config, shared) {
+                    shared.tell(Err(BrokerError::Session(reason)));
+                    break;
+                }
             }
         }
         let paused = match pressure(shared, &mut crowded_since) {
@@ -383,6 +396,7 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerSta
             Some(Err(KafkaError::PartitionEOF(partition))) => {
                 shared.assignment().end_reached(partition, shared.reports.eof_offset());
             }
+            Some(Err(error)) if unreadable::is_meant(&error) => unreadable::stop(config, shared, &error),
             Some(Err(error)) => trouble(shared, &error),
             None => shared.hand_over(),
         }
@@ -479,13 +493,6 @@ fn trouble(shared: &PollerState, error: &KafkaError) {
         Some(Code::AutoOffsetReset | Code::LogTruncation) => {
             BrokerError::Session(format!("what follows in a kafka partition is not there any more: {reason}"))
         }
-        // The client may leave such a record out and go on behind it, or ask for it again for ever.
-        // `MessageSizeTooLarge` does not belong here: a broker sends the first record whole,
-        // whatever its size, and the client reports it of batches that compaction has emptied.
-        Some(Code::BadMessage | Code::BadCompression | Code::NotImplemented) => BrokerError::Session(format!(
-            "a kafka record cannot be read: {reason}; nothing behind it in its partition is consumed before it can \
-                 be read or is deleted"
-        )),
         Some(Code::TopicAuthorizationFailed) => {
             tracing::error!(reason, "a kafka topic may not be read");
             shared.reports.deny(&reason);
@@ -507,25 +514,4 @@ fn trouble(shared: &PollerState, error: &KafkaError) {
     };
     tracing::error!(reason, "kafka consumer");
     shared.tell(Err(end));
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Shown by: only logging these errors. The subscriber then gets what stands behind the record,
-    /// or nothing more of its partition, and looks well.
-    #[test]
-    fn g2_a_record_that_cannot_be_read_ends_the_subscriber_before_what_stands_behind_it() {
-        use RDKafkaErrorCode as Code;
-        for code in [Code::BadMessage, Code::BadCompression, Code::NotImplemented] {
-            let (sender, mut events) = tokio::sync::mpsc::unbounded_channel();
-            let shared = PollerState::new(sender, 10, 1_000, Duration::ZERO);
-            shared.reports.error(&KafkaError::MessageConsumption(code), "MessageSet at offset 5 is damaged");
-            trouble(&shared, &KafkaError::MessageConsumption(code));
-            let told = events.try_recv();
-            let is_told = matches!(&told, Ok(Err(BrokerError::Session(why))) if why.contains("at offset 5"));
-            assert!(is_told, "{code}: {told:?}");
-        }
-    }
 }

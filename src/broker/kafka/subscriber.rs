@@ -72,7 +72,7 @@ impl KafkaSubscriber {
             consumer.subscribe(&names).map_err(|error| BrokerError::Session(format!("subscribing: {error}")))?;
             let consumer = Arc::new(consumer);
             let weak = Arc::downgrade(&consumer);
-            let ended = blocking::on_a_thread("kafka consumer", move || poller::run(consumer, &open))?;
+            let ended = blocking::on_a_thread("kafka consumer", move || poller::run(consumer, &open, &asking))?;
             Ok((weak, ended))
         })
         .await?;
@@ -150,6 +150,13 @@ impl Subscriber for KafkaSubscriber {
         let denied = || reports.denied().map(|(_, why)| format!("a kafka topic may not be read: {why}"));
         reports.all_down().or_else(denied).or_else(|| {
             let assignment = self.shared.assignment();
+            if let Some((count, PartitionId { place, partition, .. }, why)) = assignment.unreadable() {
+                return Some(format!(
+                    "kafka partitions with a record that cannot be read: {count}, {place}/{partition} among them: {why}; \
+                     nothing behind it in its partition is consumed before it can be read, is deleted, or is skipped on \
+                     purpose: see docs/reference/tables.md"
+                ));
+            }
             let (count, PartitionId { place, partition, .. }) = assignment.leaderless()?;
             Some(format!("kafka partitions without a leader: {count}, {place}/{partition} among them"))
         })
