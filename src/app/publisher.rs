@@ -98,13 +98,16 @@ fn relay_all(
 ) -> BoxFuture<'_, Result<(), AppError>> {
     // Boxed, so that this code is compiled with the library and not again in each program.
     Box::pin(async move {
-        let is_away = |error: &BrokerError| !matches!(error, BrokerError::Refused(_) | BrokerError::Untrusted(_));
-        let name = redact(&settings.broker.url.0);
-        // Declares the exchange of RabbitMQ.
-        Wait::new("broker", &health, &stop).until(&name, is_away, || broker.declare(&[])).await?;
         let mut relays = JoinSet::new();
         // One failing relay ends all: the process reports why, and its supervisor starts it again.
         let all = stop.child_token();
+        // Begun before the waits: the alerts must see what is pending while a server is away.
+        let mut beside = Beside::start(Arc::clone(&store), &broker, settings, &all);
+        let shards = match shards(&store, &broker, settings, &health, &all).await {
+            Ok(shards) => shards,
+            // If the first look at the broker ended the wait, its error says why.
+            Err(error) => return beside.end().await.and(Err(error)),
+        };
         let mut served = BTreeSet::new();
         let mut serve = |relays: &mut JoinSet<_>, shards: Vec<i32>| -> Result<(), AppError> {
             for shard in shards {
@@ -121,10 +124,7 @@ fn relay_all(
             }
             Ok(())
         };
-        let (name, is_away) = (redact(&settings.database.url.0), StoreError::is_transient);
-        let shards = Wait::new("database", &health, &all).until(&name, is_away, || store.shards()).await?;
         serve(&mut relays, shards)?;
-        let mut beside = Beside::start(Arc::clone(&store), &broker, settings, &all);
         let mut outcome = Ok(());
         loop {
             let ended = tokio::select! {
@@ -157,6 +157,22 @@ fn relay_all(
         }
         outcome
     })
+}
+
+/// Declares the exchange of RabbitMQ, and reads the shards. Waits for a broker or a database that is
+/// away.
+async fn shards(
+    store: &Arc<dyn Duties>,
+    broker: &AnyBroker,
+    settings: &Settings,
+    health: &Health,
+    stop: &CancellationToken,
+) -> Result<Vec<i32>, AppError> {
+    let is_away = |error: &BrokerError| !matches!(error, BrokerError::Refused(_) | BrokerError::Untrusted(_));
+    let name = redact(&settings.broker.url.0);
+    Wait::new("broker", health, stop).until(&name, is_away, || broker.declare(&[])).await?;
+    let (name, is_away) = (redact(&settings.database.url.0), StoreError::is_transient);
+    Wait::new("database", health, stop).until(&name, is_away, || store.shards()).await
 }
 
 /// Checks the schema and everything that the promises rely on. Waits for a database that is away.

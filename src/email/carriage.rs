@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use lettre::address::Envelope;
 use lettre::message::{Mailbox as Address, header::ContentType};
+use lettre::transport::smtp::{AsyncSmtpTransportBuilder, PoolConfig};
 use lettre::{AsyncSmtpTransport, AsyncTransport, Message, Tokio1Executor};
 use sha2::{Digest, Sha256};
 use tokio::fs::File;
@@ -25,8 +26,9 @@ use crate::text::hex::hex;
 pub enum EmailTransport {
     /// One `.eml` file for each e-mail, named by its Message-ID.
     Files(PathBuf),
-    /// An SMTP server, over this transport of the library `lettre`.
-    Smtp(AsyncSmtpTransport<Tokio1Executor>),
+    /// An SMTP server, as the library `lettre` describes it. Each e-mail has a connection of its
+    /// own; a pool that is set here is not used.
+    Smtp(Box<AsyncSmtpTransportBuilder>),
 }
 
 impl EmailTransport {
@@ -38,7 +40,7 @@ impl EmailTransport {
     pub fn smtp(url: &str) -> Result<Self, String> {
         let builder = AsyncSmtpTransport::<Tokio1Executor>::from_url(url)
             .map_err(|error| format!("the SMTP URL `{}` cannot be used: {error}", crate::error::redact(url)))?;
-        Ok(Self::Smtp(builder.timeout(Some(Duration::from_secs(20))).build()))
+        Ok(Self::Smtp(Box::new(builder.timeout(Some(Duration::from_secs(20))))))
     }
 
     /// Makes the directory, if e-mails go to files, and synchronises it once: where that is not
@@ -70,8 +72,8 @@ impl EmailTransport {
                 permanent: false,
                 arrived: false,
             }),
-            Self::Smtp(server) => match tokio::time::timeout(within, server.send_raw(envelope, bytes)).await {
-                Ok(Ok(_)) => Ok(()),
+            Self::Smtp(server) => match tokio::time::timeout(within, send_once(server, envelope, bytes)).await {
+                Ok(Ok(())) => Ok(()),
                 Ok(Err(error)) => Err(Failure {
                     permanent: error.is_permanent() && !is_of_us(&error),
                     arrived: may_have_arrived(&error),
@@ -85,6 +87,25 @@ impl EmailTransport {
             },
         }
     }
+}
+
+/// Sends the bytes over a connection that nothing uses before or after.
+///
+/// The client library keeps a connection in its pool also where the dialogue was given up in the
+/// middle. The next e-mail would then take the late answers to that one for answers to itself. Any
+/// crate of a program can turn the pool on, by the feature `pool`, so each e-mail has a pool of its
+/// own here, which keeps nothing.
+///
+/// The feature is on in our manifest too: with it the library says QUIT in a task of its own.
+/// Without it, `send_raw` waits for the answer to QUIT. A server that accepts the e-mail and then
+/// hangs would look like one that never answered, and the e-mail would be sent again.
+async fn send_once(
+    server: &AsyncSmtpTransportBuilder,
+    envelope: &Envelope,
+    bytes: &[u8],
+) -> Result<(), lettre::transport::smtp::Error> {
+    let server = server.clone().pool_config(PoolConfig::new().max_size(0));
+    server.build::<Tokio1Executor>().send_raw(envelope, bytes).await.map(drop)
 }
 
 /// Parses an e-mail address of the sender or recipient.
@@ -165,6 +186,12 @@ async fn write_whole(directory: &Path, message_id: &str, bytes: &[u8]) -> std::i
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::sync::Arc;
+
+    use tokio::io::{AsyncBufReadExt, BufReader};
+    use tokio::sync::Notify;
+
     use super::*;
 
     /// It fails where the directory is only made. Then each attempt writes the file and fails, and
@@ -174,6 +201,52 @@ mod tests {
     fn a_directory_that_cannot_be_synchronised_is_refused_before_any_e_mail() {
         let refused = EmailTransport::Files("/proc".into()).make();
         assert!(refused.is_err_and(|why| why.contains("/proc")));
+    }
+
+    /// Shown by: one transport with a pool for all e-mails. The second one then takes over the
+    /// connection of the first, whose answers are still to come.
+    #[tokio::test]
+    async fn an_e_mail_that_was_given_up_leaves_its_connection_to_no_other() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let transport = EmailTransport::smtp(&format!("smtp://{}", listener.local_addr().unwrap())).unwrap();
+        let hangs = Arc::new(Notify::new());
+        let is_hanging = Arc::clone(&hangs);
+        tokio::spawn(async move {
+            let mut silent = Some(is_hanging);
+            while let Ok((socket, _)) = listener.accept().await {
+                tokio::spawn(answer(BufReader::new(socket), silent.take()));
+            }
+        });
+        let email = compose(&address("a@example.com").unwrap(), "m", "b@example.com", "Receipt", "Thanks.").unwrap();
+        let carry = || transport.carry("m", email.envelope(), b"Thanks.", Duration::from_secs(30));
+        let was_answered = tokio::select! {
+            _ = carry() => true,
+            () = hangs.notified() => false,
+        };
+        assert!(!was_answered);
+        // What the client library does with the connection, it does in a task of its own.
+        tokio::task::yield_now().await;
+        assert!(carry().await.is_ok());
+    }
+
+    /// Answers every command with yes. With `silent` it leaves the first MAIL without an answer,
+    /// and every command after it.
+    async fn answer(mut socket: BufReader<tokio::net::TcpStream>, silent: Option<Arc<Notify>>) -> Option<()> {
+        socket.write_all(b"220 test\r\n").await.ok()?;
+        let (mut line, mut is_content) = (String::new(), false);
+        while socket.read_line(&mut line).await.ok()? > 0 {
+            if let Some(silent) = silent.as_ref().filter(|_| !line.starts_with("EHLO")) {
+                silent.notify_one();
+            } else if line.starts_with("DATA") {
+                is_content = true;
+                socket.write_all(b"354 go on\r\n").await.ok()?;
+            } else if !is_content || line == ".\r\n" {
+                is_content = false;
+                socket.write_all(b"250 ok\r\n").await.ok()?;
+            }
+            line.clear();
+        }
+        None
     }
 
     #[test]

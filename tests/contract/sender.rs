@@ -8,7 +8,7 @@ use oncebox::store::{Base, EmailOutcome, Enqueue, Mailbox, NewEmail, RowLease};
 use tokio_util::sync::CancellationToken;
 
 use super::kit::{SOON, Sql, World, sqlite};
-use super::smtp::{message_ids, smtp};
+use super::smtp::{SILENT, message_ids, smtp};
 use crate::support::eventually;
 
 async fn queue(world: &World<SqliteStore>, key: &str, subject: &str) -> bool {
@@ -82,6 +82,21 @@ async fn a_4xx_is_tried_again_under_the_same_message_id_and_a_5xx_is_failed() {
     // O28: of the only try, so it is known that nothing arrived.
     let errors = world.store.texts("select error from oncebox_email where state = 'failed'").await;
     assert!(errors[0].starts_with("refused: "), "{errors:?}");
+}
+
+/// Shown by: a client that waits for the answer to its QUIT. The e-mail would count as possibly sent,
+/// and go out once for each attempt.
+#[tokio::test]
+async fn an_e_mail_that_the_server_accepted_is_sent_whatever_becomes_of_the_goodbye() {
+    let world = sqlite().await;
+    let (url, taken) = smtp(&[SILENT, SILENT]).await;
+    for key in ["receipt_1", "receipt_2"] {
+        queue(&world, key, "Receipt").await;
+    }
+    send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
+    assert_eq!(taken.lock().unwrap().len(), 2, "each went out once");
+    let states = "select state || ' ' || attempts from oncebox_email order by email_id";
+    assert_eq!(world.store.texts(states).await, ["sent 1", "sent 1"]);
 }
 
 /// An e-mail is personal data, and its table would grow for ever. Shown by: a sender that forgets

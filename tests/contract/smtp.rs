@@ -9,6 +9,10 @@ use tokio::net::TcpListener;
 #[allow(dead_code)]
 pub(crate) const LOST: u16 = 0;
 
+/// The e-mail is taken with 250, and no later command of the connection is answered.
+#[allow(dead_code)]
+pub(crate) const SILENT: u16 = 1;
+
 /// A server that speaks just enough SMTP: it answers the end of each e-mail with the last of these
 /// codes that is left, then 250; with [`LOST`] it says nothing and hangs up.
 pub(crate) async fn smtp(codes: &[u16]) -> (String, Arc<Mutex<Vec<String>>>) {
@@ -47,6 +51,11 @@ async fn talk(
                 let code = codes.lock().unwrap().pop().unwrap_or(250);
                 seen.lock().unwrap().push(email);
                 if code == LOST {
+                    return None;
+                }
+                if code == SILENT {
+                    socket.write_all(b"250 so be it\r\n").await.ok()?;
+                    while socket.read_line(&mut line).await.ok()? > 0 {}
                     return None;
                 }
                 format!("{code} so be it\r\n")

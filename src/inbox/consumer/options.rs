@@ -26,7 +26,8 @@ pub enum Unhandled {
 /// Settings of a consumer.
 #[derive(Debug, Clone)]
 pub struct ConsumerOptions {
-    /// The name of the consumer: key of its inbox, Kafka group, part of its queue names.
+    /// The name of the consumer: key of its inbox, Kafka group, part of its queue names. Not
+    /// `outbox`.
     pub name: String,
     /// The topics that the consumer reads.
     pub topics: Vec<String>,
@@ -158,8 +159,14 @@ impl ConsumerOptions {
         self
     }
 
-    /// Refuses a time that no instant reaches.
+    /// Refuses a time that no instant reaches, and the name that means the outbox wherever dead
+    /// messages are counted or listed: one of the two would hide those of the other.
     pub(super) fn check(&self) -> Result<(), StoreError> {
+        if self.name == "outbox" {
+            let why =
+                "consumer `outbox`: this name means the outbox in `dead list` and in the metrics; choose another one";
+            return Err(StoreError::Refused(why.to_owned()));
+        }
         let horizon = match self.horizon {
             Horizon::Never => Duration::ZERO,
             Horizon::After(horizon) => horizon,
@@ -197,6 +204,14 @@ impl ConsumerOptions {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The gauge of its dead messages would be that of the outbox, and an alert would be silent.
+    #[test]
+    fn a_consumer_is_not_named_as_the_outbox_is_where_dead_messages_are_counted() {
+        let named = |name: &str| ConsumerOptions::new(name, Vec::new()).check();
+        assert!(named("outbox").is_err_and(|refused| refused.to_string().contains("choose another one")));
+        assert!(named("outboxes").is_ok());
+    }
 
     /// Shown by: the defaults of a server on every store.
     #[test]

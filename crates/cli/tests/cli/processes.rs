@@ -64,6 +64,21 @@ fn the_listener_serves_livez_readyz_and_every_metric_of_the_interface() {
     assert_eq!(consumer.stop().ok(), "");
 }
 
+/// The alerts look at these gauges, and the process is there: no other alert would fire. Shown by:
+/// reading the tables only once the broker has answered.
+#[test]
+fn a_publisher_whose_broker_was_never_there_shows_what_is_pending() {
+    let place = Place::migrated();
+    place.enqueue("acc-7", &payment("p1"));
+    let mut publisher = place.publisher(&["--listen", "127.0.0.1:0", "--broker", "amqp://127.0.0.1:1"]).start();
+    publisher.until_ready_says(503, &["broker: waiting"]);
+    eventually("the message is counted", || {
+        publisher.get("/metrics").1.contains("oncebox_pending_messages 1").then_some(())
+    });
+    publisher.until_ready_says(503, &["broker: waiting"]);
+    publisher.stop().ok();
+}
+
 #[test]
 fn an_address_in_use_is_an_error_that_names_it() {
     let place = Place::migrated();
