@@ -1,5 +1,5 @@
-//! The store on MySQL 8.0.19 or later and MariaDB 10.6 or later: tables with the prefix `oncebox_` in
-//! the user's own database.
+//! The store on MySQL 8.0.19 or later and MariaDB 10.6 or later: tables with the prefix `oncebox_`
+//! in the user's own database.
 //!
 //! Guarantees:
 //! * The outbox holds only unproven rows. Every read takes the rows that are there in position

@@ -356,7 +356,7 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerSta
             if tried_at.elapsed() >= TRY_UNREADABLE_AGAIN {
                 tried_at = Instant::now();
                 // The client may stand behind the record. So the member joins anew.
-                if let Some(reason) = unreadable::is_over(config, shared) {
+                if let Some(reason) = unreadable_is_over(config, shared) {
                     shared.tell(Err(BrokerError::Session(reason)));
                     break;
                 }
@@ -396,7 +396,7 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerSta
             Some(Err(KafkaError::PartitionEOF(partition))) => {
                 shared.assignment().end_reached(partition, shared.reports.eof_offset());
             }
-            Some(Err(error)) if unreadable::is_meant(&error) => unreadable::stop(config, shared, &error),
+            Some(Err(error)) if unreadable::is_meant(&error) => stop_unreadable(config, shared, &error),
             Some(Err(error)) => trouble(shared, &error),
             None => shared.hand_over(),
         }
@@ -476,6 +476,37 @@ fn commit_due(consumer: &BaseConsumer<MemberContext>, shared: &PollerState) {
     }
 }
 
+/// Stops the partition that this error is about, before its next record. The client may leave that
+/// record out and go on behind it, or ask for it again for ever. So the subscriber ends where the
+/// partition is not found.
+fn stop_unreadable(config: &KafkaConfig, shared: &PollerState, error: &KafkaError) {
+    let reason = shared.reports.take_last().unwrap_or_else(|| error.to_string());
+    let nexts = shared.assignment().nexts(false);
+    let found = unreadable::find(config, &nexts).unwrap_or_default();
+    // Another partition with such a record does not explain this error.
+    if !found.iter().any(|(_, why)| *why == reason) {
+        tracing::error!(reason, "a kafka record cannot be read, and its partition is not known");
+        shared.tell(Err(BrokerError::Session(format!(
+            "a kafka record cannot be read: {reason}; nothing behind it in its partition is consumed before it can be \
+             read or is deleted"
+        ))));
+        return;
+    }
+    for ((topic, partition, _), reason) in found {
+        tracing::error!(topic = &*topic, partition, reason, "a kafka record cannot be read: its partition stands");
+        shared.assignment().stop_before_next(&topic, partition, reason);
+    }
+}
+
+/// Why the partitions that stand at such a record should be tried again; `None` while all of them
+/// still do, or where that is not known.
+fn unreadable_is_over(config: &KafkaConfig, shared: &PollerState) -> Option<String> {
+    let stopped = shared.assignment().nexts(true);
+    let found = unreadable::find(config, &stopped)?;
+    let (topic, partition, _) = stopped.iter().find(|one| !found.iter().any(|(still, _)| still == *one))?;
+    Some(format!("a record of {topic}/{partition} that could not be read can be read now, or is deleted"))
+}
+
 /// Handles an error that polling returned. Most pass by themselves and are only logged; some end
 /// the subscriber.
 fn trouble(shared: &PollerState, error: &KafkaError) {
@@ -514,4 +545,29 @@ fn trouble(shared: &PollerState, error: &KafkaError) {
     };
     tracing::error!(reason, "kafka consumer");
     shared.tell(Err(end));
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    /// Shown by: only logging these errors. The subscriber then gets what stands behind the record,
+    /// or nothing more of its partition, and looks well.
+    #[test]
+    fn g2_a_record_that_cannot_be_read_ends_the_subscriber_where_its_partition_is_not_known() {
+        use RDKafkaErrorCode as Code;
+        let config = KafkaConfig::from_url("kafka://b:1").unwrap();
+        for code in [Code::BadMessage, Code::BadCompression, Code::NotImplemented] {
+            let (sender, mut events) = tokio::sync::mpsc::unbounded_channel();
+            let shared = PollerState::new(sender, 10, 1_000, Duration::ZERO);
+            let error = KafkaError::MessageConsumption(code);
+            assert!(unreadable::is_meant(&error), "{code}");
+            shared.reports.error(&error, "MessageSet at offset 5 is damaged");
+            stop_unreadable(&config, &shared, &error);
+            let told = events.try_recv();
+            let is_told = matches!(&told, Ok(Err(BrokerError::Session(why))) if why.contains("at offset 5"));
+            assert!(is_told, "{code}: {told:?}");
+        }
+    }
 }

@@ -10,7 +10,6 @@ use std::collections::HashMap;
 
 use sqlx::MySql;
 
-use super::schema::Routines;
 use super::without_transactions;
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
@@ -21,6 +20,26 @@ const PACKET_BYTES_MIN: u64 = 4 * 1024 * 1024;
 /// Old row versions that the server has not purged yet; each costs the read of the relay a little
 /// (R11).
 const PURGE_LAG_MAX: i64 = 250_000;
+
+/// Which routines of the SQL door exist.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Routines {
+    pub(super) procedure: bool,
+    pub(super) function: bool,
+}
+
+impl Routines {
+    pub(super) async fn read(connection: &mut Bounded<MySql>) -> Result<Self, StoreError> {
+        let (procedures, functions): (i64, i64) = sqlx::query_as(
+            "select count(case when routine_type = 'PROCEDURE' and routine_name = 'oncebox_enqueue_p' then 1 end), \
+                    count(case when routine_type = 'FUNCTION' and routine_name = 'oncebox_enqueue' then 1 end) \
+               from information_schema.routines where routine_schema = database()",
+        )
+        .one(connection)
+        .await?;
+        Ok(Self { procedure: procedures > 0, function: functions > 0 })
+    }
+}
 
 /// Checks the server, also before the schema exists, and returns one finding for each subject.
 pub(super) async fn of_server(connection: &mut Bounded<MySql>) -> Result<Vec<Finding>, StoreError> {

@@ -11,7 +11,8 @@
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Executor, MySql};
 
-use super::{MySqlStore, check, number};
+use super::check::{self, Routines};
+use super::{MySqlStore, number};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Schema, SchemaState};
@@ -131,26 +132,6 @@ async fn apply(connection: &mut Bounded<MySql>) -> Result<Vec<i64>, StoreError> 
         }
     }
     Ok(missing)
-}
-
-/// Which routines of the SQL door exist.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Routines {
-    pub(super) procedure: bool,
-    pub(super) function: bool,
-}
-
-impl Routines {
-    async fn read(connection: &mut Bounded<MySql>) -> Result<Self, StoreError> {
-        let (procedures, functions): (i64, i64) = sqlx::query_as(
-            "select count(case when routine_type = 'PROCEDURE' and routine_name = 'oncebox_enqueue_p' then 1 end), \
-                    count(case when routine_type = 'FUNCTION' and routine_name = 'oncebox_enqueue' then 1 end) \
-               from information_schema.routines where routine_schema = database()",
-        )
-        .one(connection)
-        .await?;
-        Ok(Self { procedure: procedures > 0, function: functions > 0 })
-    }
 }
 
 /// Splits a file as the `mysql` client does: at a delimiter at the end of a line. A line `delimiter

@@ -77,7 +77,8 @@ impl Schema for PostgresStore {
 
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
         // The connection does not go back to the pool, so the lock ends with it in any case. A
-        // migration has no time limit; each wait for a lock ends after the session's `lock_timeout`.
+        // migration has no time limit; each wait for a lock ends after the session's
+        // `lock_timeout`.
         let mut connection = self.pool.dedicated().await?;
         // Hides the notices "already exists, skipping", which are normal for repeatable migrations.
         sqlx::query("set client_min_messages = warning").execute(connection.plain()).await?;
