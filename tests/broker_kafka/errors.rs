@@ -214,8 +214,8 @@ async fn a_topic_that_may_not_be_read_is_shown() {
     subscriber.close().await;
 }
 
-/// Appends a record whose checksum is wrong to a partition of topic `t`. The mock cluster keeps what
-/// it gets; a real broker refuses such a record.
+/// Appends a record whose checksum is wrong to a partition of topic `t`. The mock cluster keeps
+/// what it gets; a real broker refuses such a record.
 async fn append_damaged(mock: &Mock, partition: i32) {
     let number = |number: usize| i32::try_from(number).unwrap().to_be_bytes();
     // The leader's epoch, the version, the checksum, attributes and times, no producer, one record.

@@ -84,8 +84,8 @@ async fn a_4xx_is_tried_again_under_the_same_message_id_and_a_5xx_is_failed() {
     assert!(errors[0].starts_with("refused: "), "{errors:?}");
 }
 
-/// Shown by: a client that waits for the answer to its QUIT. The e-mail would count as possibly sent,
-/// and go out once for each attempt.
+/// Shown by: a client that waits for the answer to its QUIT. The e-mail would count as possibly
+/// sent, and go out once for each attempt.
 #[tokio::test]
 async fn an_e_mail_that_the_server_accepted_is_sent_whatever_becomes_of_the_goodbye() {
     let world = sqlite().await;

@@ -87,8 +87,8 @@ async fn a_counter_behind_a_diverted_row_and_a_table_without_transactions_are_re
     assert!(finding.severity == Severity::Warning && finding.detail.ends_with(": plain"), "{finding:?}");
 }
 
-/// As a database is restored from a dump that was made without `--routines`. Shown to fail by making
-/// only the function again: `doctor` said that the procedure was there, and nothing made it.
+/// As a database is restored from a dump that was made without `--routines`. Shown to fail by
+/// making only the function again: `doctor` said that the procedure was there, and nothing made it.
 #[tokio::test(flavor = "multi_thread")]
 async fn routines_that_a_dump_left_out_are_told_and_made_again() {
     let Some(db) = Db::new("routines_that_a_dump_left_out_are_told_and_made_again").await else { return };
