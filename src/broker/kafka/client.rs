@@ -178,3 +178,41 @@ pub(super) fn reader(config: &KafkaConfig) -> ClientConfig {
     let group = format!("oncebox-reader-{}", uuid::Uuid::now_v7());
     group_reader(config, &group)
 }
+
+/// A reader of the next record of each of its partitions alone.
+pub(super) fn next_reader(config: &KafkaConfig) -> ClientConfig {
+    let mut settings = reader(config);
+    settings
+        // Each partition has a queue of its own here, and each queue would be filled: with many
+        // partitions that are behind, more than the memory holds.
+        .set("queued.min.messages", "1")
+        // A partition with nothing to read must say so within the patience of the search, also
+        // where the broker may wait longer for a member.
+        .set("fetch.min.bytes", "1")
+        .set("fetch.wait.max.ms", "100");
+    settings
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    /// Shown by: the settings of a member. A search then takes 16 MB for each partition that is
+    /// behind, and ends without an answer where an empty partition may be silent for longer.
+    #[test]
+    fn a_reader_of_next_records_answers_soon_and_fetches_little_ahead_whatever_a_member_may_do() {
+        let mut config = KafkaConfig::from_url("kafka://b:1").unwrap();
+        for (name, value) in
+            [("fetch.wait.max.ms", "9000"), ("fetch.min.bytes", "1000000"), ("queued.min.messages", "100000")]
+        {
+            config.properties.insert(name.to_owned(), value.to_owned());
+            assert_eq!(member(&config, "g").get(name), Some(value));
+        }
+        let settings = next_reader(&config);
+        for (name, value) in [("fetch.wait.max.ms", "100"), ("fetch.min.bytes", "1"), ("queued.min.messages", "1")] {
+            assert_eq!(settings.get(name), Some(value), "{name}");
+        }
+        settings.create_native_config().unwrap();
+    }
+}

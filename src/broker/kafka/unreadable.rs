@@ -43,7 +43,7 @@ pub(super) fn find(config: &KafkaConfig, partitions: &[Position]) -> Option<Vec<
     }
     let context = AskContext::default();
     let reports = Arc::clone(&context.reports);
-    let reader = Arc::new(BaseConsumer::from_config_and_context(&client::reader(config), context).ok()?);
+    let reader = Arc::new(BaseConsumer::from_config_and_context(&client::next_reader(config), context).ok()?);
     let mut list = TopicPartitionList::with_capacity(partitions.len());
     let mut open = Vec::with_capacity(partitions.len());
     for position in partitions {
