@@ -481,8 +481,13 @@ fn commit_due(consumer: &BaseConsumer<MemberContext>, shared: &PollerState) {
 /// partition is not found.
 fn stop_unreadable(config: &KafkaConfig, shared: &PollerState, error: &KafkaError) {
     let reason = shared.reports.take_last().unwrap_or_else(|| error.to_string());
+    // The search takes a while, and what was read before is good.
+    shared.hand_over();
     let nexts = shared.assignment().nexts(false);
-    let found = unreadable::find(config, &nexts).unwrap_or_default();
+    let found = unreadable::find(config, &nexts, || shared.is_closing()).unwrap_or_default();
+    if shared.is_closing() {
+        return;
+    }
     // Another partition with such a record does not explain this error.
     if !found.iter().any(|(_, why)| *why == reason) {
         tracing::error!(reason, "a kafka record cannot be read, and its partition is not known");
@@ -502,7 +507,10 @@ fn stop_unreadable(config: &KafkaConfig, shared: &PollerState, error: &KafkaErro
 /// still do, or where that is not known.
 fn unreadable_is_over(config: &KafkaConfig, shared: &PollerState) -> Option<String> {
     let stopped = shared.assignment().nexts(true);
-    let found = unreadable::find(config, &stopped)?;
+    if !stopped.is_empty() {
+        shared.hand_over();
+    }
+    let found = unreadable::find(config, &stopped, || shared.is_closing())?;
     let (topic, partition, _) = stopped.iter().find(|one| !found.iter().any(|(still, _)| still == *one))?;
     Some(format!("a record of {topic}/{partition} that could not be read can be read now, or is deleted"))
 }

@@ -36,8 +36,12 @@ pub(super) fn is_meant(error: &KafkaError) -> bool {
 }
 
 /// Those of these partitions whose next record cannot be read, with the client's reason. `None`
-/// where not all of them answered.
-pub(super) fn find(config: &KafkaConfig, partitions: &[Position]) -> Option<Vec<(Position, String)>> {
+/// where not all of them answered, or where `is_over` says that nobody waits for it any more.
+pub(super) fn find(
+    config: &KafkaConfig,
+    partitions: &[Position],
+    is_over: impl Fn() -> bool,
+) -> Option<Vec<(Position, String)>> {
     if partitions.is_empty() {
         return Some(Vec::new());
     }
@@ -56,7 +60,7 @@ pub(super) fn find(config: &KafkaConfig, partitions: &[Position]) -> Option<Vec<
     let mut found = Vec::new();
     let end = Instant::now() + PATIENCE;
     while !open.is_empty() {
-        if Instant::now() >= end {
+        if Instant::now() >= end || is_over() {
             return None;
         }
         // Serves the client's own reports.
@@ -73,4 +77,26 @@ pub(super) fn find(config: &KafkaConfig, partitions: &[Position]) -> Option<Vec<
         });
     }
     Some(found)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::cell::Cell;
+
+    use super::*;
+
+    /// Shown by: searching until the patience is over. A stop then waits for it, beside all else
+    /// that it must wait for.
+    #[test]
+    fn a_search_ends_at_once_when_the_subscriber_closes() {
+        let config = KafkaConfig::from_url("kafka://127.0.0.1:1").unwrap();
+        let asked = Cell::new(0);
+        let is_over = || {
+            asked.set(asked.get() + 1);
+            true
+        };
+        assert_eq!(find(&config, &[("t".into(), 0, 0)], is_over), None);
+        assert_eq!(asked.get(), 1);
+    }
 }
