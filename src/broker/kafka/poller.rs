@@ -341,6 +341,7 @@ fn commit_now(
 /// Polls until the subscriber closes, then leaves the group.
 pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerState, config: &KafkaConfig) {
     let mut crowded_since = None;
+    let mut stops_unreadable = true;
     let mut tried_at = Instant::now();
     let mut committed_at = Instant::now();
     while !shared.is_closing() {
@@ -396,7 +397,11 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerSta
             Some(Err(KafkaError::PartitionEOF(partition))) => {
                 shared.assignment().end_reached(partition, shared.reports.eof_offset());
             }
-            Some(Err(error)) if unreadable::is_meant(&error) => stop_unreadable(config, shared, &error),
+            // Where the partition is not known, the client may give the error again and again until
+            // the subscriber closes. One search and one end are enough.
+            Some(Err(error)) if unreadable::is_meant(&error) => {
+                stops_unreadable = stops_unreadable && stop_unreadable(config, shared, &error);
+            }
             Some(Err(error)) => trouble(shared, &error),
             None => shared.hand_over(),
         }
@@ -478,15 +483,15 @@ fn commit_due(consumer: &BaseConsumer<MemberContext>, shared: &PollerState) {
 
 /// Stops the partition that this error is about, before its next record. The client may leave that
 /// record out and go on behind it, or ask for it again for ever. So the subscriber ends where the
-/// partition is not found.
-fn stop_unreadable(config: &KafkaConfig, shared: &PollerState, error: &KafkaError) {
+/// partition is not found. Returns false then.
+fn stop_unreadable(config: &KafkaConfig, shared: &PollerState, error: &KafkaError) -> bool {
     let reason = shared.reports.take_last().unwrap_or_else(|| error.to_string());
     // The search takes a while, and what was read before is good.
     shared.hand_over();
     let nexts = shared.assignment().nexts(false);
     let found = unreadable::find(config, &nexts, || shared.is_closing()).unwrap_or_default();
     if shared.is_closing() {
-        return;
+        return true;
     }
     // Another partition with such a record does not explain this error.
     if !found.iter().any(|(_, why)| *why == reason) {
@@ -495,12 +500,13 @@ fn stop_unreadable(config: &KafkaConfig, shared: &PollerState, error: &KafkaErro
             "a kafka record cannot be read: {reason}; nothing behind it in its partition is consumed before it can be \
              read or is deleted"
         ))));
-        return;
+        return false;
     }
     for ((topic, partition, _), reason) in found {
         tracing::error!(topic = &*topic, partition, reason, "a kafka record cannot be read: its partition stands");
         shared.assignment().stop_before_next(&topic, partition, reason);
     }
+    true
 }
 
 /// Why the partitions that stand at such a record should be tried again; `None` while all of them
@@ -572,7 +578,7 @@ mod tests {
             let error = KafkaError::MessageConsumption(code);
             assert!(unreadable::is_meant(&error), "{code}");
             shared.reports.error(&error, "MessageSet at offset 5 is damaged");
-            stop_unreadable(&config, &shared, &error);
+            assert!(!stop_unreadable(&config, &shared, &error), "{code}");
             let told = events.try_recv();
             let is_told = matches!(&told, Ok(Err(BrokerError::Session(why))) if why.contains("at offset 5"));
             assert!(is_told, "{code}: {told:?}");
