@@ -18,8 +18,14 @@ use lettre::{AsyncSmtpTransport, AsyncTransport, Message, Tokio1Executor};
 use sha2::{Digest, Sha256};
 use tokio::fs::File;
 use tokio::io::AsyncWriteExt;
+use tokio::runtime;
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 
 use crate::text::hex::hex;
+
+/// How long a server has to answer to QUIT. Then the connection is closed.
+const GOODBYE: Duration = Duration::from_secs(2);
 
 /// Where e-mails are sent to: files or an SMTP server.
 #[derive(Debug, Clone)]
@@ -67,29 +73,15 @@ impl EmailTransport {
         within: Duration,
     ) -> Result<(), Failure> {
         match self {
-            Self::Files(directory) => write_whole(directory, message_id, bytes).await.map_err(|error| Failure {
-                error: error.to_string(),
-                permanent: false,
-                arrived: false,
-            }),
-            Self::Smtp(server) => match tokio::time::timeout(within, send_once(server, envelope, bytes)).await {
-                Ok(Ok(())) => Ok(()),
-                Ok(Err(error)) => Err(Failure {
-                    permanent: error.is_permanent() && !is_of_us(&error),
-                    arrived: may_have_arrived(&error),
-                    error: error.to_string(),
-                }),
-                Err(_) => Err(Failure {
-                    error: format!("the server did not take it within {} s", within.as_secs()),
-                    permanent: false,
-                    arrived: true,
-                }),
-            },
+            Self::Files(directory) => write_whole(directory, message_id, bytes)
+                .await
+                .map_err(|error| Failure::before_sending(error.to_string())),
+            Self::Smtp(server) => send_once(server, envelope, bytes, within).await,
         }
     }
 }
 
-/// Sends the bytes over a connection that nothing uses before or after.
+/// Sends the bytes over a connection that nothing uses before or after, and that ends soon after.
 ///
 /// The client library keeps a connection in its pool also where the dialogue was given up in the
 /// middle. The next e-mail would then take the late answers to that one for answers to itself. Any
@@ -99,13 +91,54 @@ impl EmailTransport {
 /// The feature is on in our manifest too: with it the library says QUIT in a task of its own.
 /// Without it, `send_raw` waits for the answer to QUIT. A server that accepts the e-mail and then
 /// hangs would look like one that never answered, and the e-mail would be sent again.
+///
+/// That task has no limit of time. So each dialogue has a runtime of its own, which ends with it
+/// and closes what a server that hangs would keep open for ever.
 async fn send_once(
     server: &AsyncSmtpTransportBuilder,
     envelope: &Envelope,
     bytes: &[u8],
-) -> Result<(), lettre::transport::smtp::Error> {
+    within: Duration,
+) -> Result<(), Failure> {
     let server = server.clone().pool_config(PoolConfig::new().max_size(0));
-    server.build::<Tokio1Executor>().send_raw(envelope, bytes).await.map(drop)
+    let (envelope, bytes) = (envelope.clone(), bytes.to_vec());
+    let dropped = CancellationToken::new();
+    let _guard = dropped.clone().drop_guard();
+    let (tell, told) = oneshot::channel();
+    tokio::task::spawn_blocking(move || {
+        let runtime = match runtime::Builder::new_current_thread().enable_all().build() {
+            Ok(runtime) => runtime,
+            Err(error) => return drop(tell.send(Err(Failure::before_sending(error.to_string())))),
+        };
+        runtime.block_on(async {
+            let sends = async { server.build::<Tokio1Executor>().send_raw(&envelope, &bytes).await };
+            let sent = tokio::select! {
+                () = dropped.cancelled() => return,
+                sent = tokio::time::timeout(within, sends) => sent,
+            };
+            let hears = tell.send(match sent {
+                Ok(sent) => sent.map(drop).map_err(|error| Failure::of(&error)),
+                Err(_) => Err(Failure {
+                    error: format!("the server did not take it within {} s", within.as_secs()),
+                    permanent: false,
+                    arrived: true,
+                }),
+            });
+            drop(hears);
+            let tasks = runtime::Handle::current().metrics();
+            let ends = async {
+                while tasks.num_alive_tasks() > 0 {
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
+            };
+            let _in_time = tokio::time::timeout(GOODBYE, ends).await;
+        });
+        runtime.shutdown_background();
+    });
+    told.await.unwrap_or_else(|_| {
+        let error = "the dialogue with the server ended without an outcome".to_owned();
+        Err(Failure { error, permanent: false, arrived: true })
+    })
 }
 
 /// Parses an e-mail address of the sender or recipient.
@@ -138,6 +171,20 @@ pub(crate) struct Failure {
     pub(crate) permanent: bool,
     /// Whether the server may have accepted the e-mail all the same.
     pub(crate) arrived: bool,
+}
+
+impl Failure {
+    fn before_sending(error: String) -> Self {
+        Self { error, permanent: false, arrived: false }
+    }
+
+    fn of(error: &lettre::transport::smtp::Error) -> Self {
+        Self {
+            permanent: error.is_permanent() && !is_of_us(error),
+            arrived: may_have_arrived(error),
+            error: error.to_string(),
+        }
+    }
 }
 
 /// Whether the server refuses our credentials, not this e-mail: once they are corrected, the same
@@ -209,7 +256,7 @@ mod tests {
     async fn an_e_mail_that_was_given_up_leaves_its_connection_to_no_other() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let transport = EmailTransport::smtp(&format!("smtp://{}", listener.local_addr().unwrap())).unwrap();
-        let hangs = Arc::new(Notify::new());
+        let hangs = Arc::new((Notify::new(), Notify::new()));
         let is_hanging = Arc::clone(&hangs);
         tokio::spawn(async move {
             let mut silent = Some(is_hanging);
@@ -221,22 +268,22 @@ mod tests {
         let carry = || transport.carry("m", email.envelope(), b"Thanks.", Duration::from_secs(30));
         let was_answered = tokio::select! {
             _ = carry() => true,
-            () = hangs.notified() => false,
+            () = hangs.0.notified() => false,
         };
         assert!(!was_answered);
-        // What the client library does with the connection, it does in a task of its own.
-        tokio::task::yield_now().await;
+        // It fails where the client library's own task for it goes on.
+        tokio::time::timeout(Duration::from_secs(20), hangs.1.notified()).await.expect("its connection is closed");
         assert!(carry().await.is_ok());
     }
 
     /// Answers every command with yes. With `silent` it leaves the first MAIL without an answer,
     /// and every command after it.
-    async fn answer(mut socket: BufReader<tokio::net::TcpStream>, silent: Option<Arc<Notify>>) -> Option<()> {
+    async fn answer(mut socket: BufReader<tokio::net::TcpStream>, silent: Option<Arc<(Notify, Notify)>>) -> Option<()> {
         socket.write_all(b"220 test\r\n").await.ok()?;
         let (mut line, mut is_content) = (String::new(), false);
-        while socket.read_line(&mut line).await.ok()? > 0 {
+        while socket.read_line(&mut line).await.unwrap_or(0) > 0 {
             if let Some(silent) = silent.as_ref().filter(|_| !line.starts_with("EHLO")) {
-                silent.notify_one();
+                silent.0.notify_one();
             } else if line.starts_with("DATA") {
                 is_content = true;
                 socket.write_all(b"354 go on\r\n").await.ok()?;
@@ -246,7 +293,7 @@ mod tests {
             }
             line.clear();
         }
-        None
+        silent.map(|silent| silent.1.notify_one())
     }
 
     #[test]
