@@ -57,14 +57,14 @@ pub fn start_logging(format: LogFormat, filter: &str) -> Result<(), String> {
     }
     // The subscriber would say on stderr too that stderr cannot be written, by a macro that panics:
     // a full disk would end the relay, and use up the tries of messages.
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).log_internal_errors(false);
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).log_internal_errors(false);
     // A subscriber that is installed already (tests, embedding) stays.
     let _ = match format {
         LogFormat::Text => builder
             .with_ansi(io::IsTerminal::is_terminal(&io::stderr()))
             .with_writer(|| OneLine(io::stderr()))
             .try_init(),
-        LogFormat::Json => builder.json().try_init(),
+        LogFormat::Json => builder.json().with_writer(io::stderr).try_init(),
     };
     Ok(())
 }

@@ -116,7 +116,8 @@ async fn send_once(
                 () = dropped.cancelled() => return,
                 sent = tokio::time::timeout(within, sends) => sent,
             };
-            let hears = tell.send(match sent {
+            // Nobody hears it where the sender was dropped just now.
+            let _nobody = tell.send(match sent {
                 Ok(sent) => sent.map(drop).map_err(|error| Failure::of(&error)),
                 Err(_) => Err(Failure {
                     error: format!("the server did not take it within {} s", within.as_secs()),
@@ -124,7 +125,6 @@ async fn send_once(
                     arrived: true,
                 }),
             });
-            drop(hears);
             let tasks = runtime::Handle::current().metrics();
             let ends = async {
                 while tasks.num_alive_tasks() > 0 {

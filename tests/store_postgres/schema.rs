@@ -5,7 +5,7 @@ use std::time::Duration;
 use oncebox::sqlx::postgres::PgConnection;
 use oncebox::sqlx::{AssertSqlSafe, Connection, Executor, query_scalar};
 use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{Base, Schema, SchemaState, Severity, StoreOptions};
+use oncebox::store::{Base, Finding, Schema, SchemaState, Severity, StoreOptions};
 
 use crate::postgres::{Server, with_database, with_path, with_user};
 
@@ -238,17 +238,18 @@ async fn a_migrator_that_may_not_create_roles_is_told_what_to_run() {
     store.close().await;
 }
 
+/// The names of what the check refuses.
+fn refused(findings: &[Finding]) -> Vec<&str> {
+    let refused = findings.iter().filter(|finding| finding.severity == Severity::Refused);
+    refused.map(|finding| finding.name.as_str()).collect()
+}
+
 #[tokio::test]
 async fn a_standby_and_row_security_are_refused() {
     with_database("a_standby_and_row_security_are_refused", |database| async move {
         database.run("alter table oncebox.outbox enable row level security").await;
         let findings = database.store.check().await.unwrap();
-        let refused: Vec<&str> = findings
-            .iter()
-            .filter(|finding| finding.severity == Severity::Refused)
-            .map(|finding| finding.name.as_str())
-            .collect();
-        assert_eq!(refused, ["ownership"]);
+        assert_eq!(refused(&findings), ["ownership"]);
         assert!(findings.iter().all(|finding| (finding.severity == Severity::Ok) == finding.remedy.is_none()));
     })
     .await;
@@ -261,12 +262,7 @@ async fn a_default_partition_that_was_dropped_is_told() {
     with_database("a_default_partition_that_was_dropped_is_told", |database| async move {
         database.run("drop table oncebox.outbox_default").await;
         let findings = database.store.check().await.unwrap();
-        let refused: Vec<&str> = findings
-            .iter()
-            .filter(|finding| finding.severity == Severity::Refused)
-            .map(|finding| finding.name.as_str())
-            .collect();
-        assert_eq!(refused, ["partitions"]);
+        assert_eq!(refused(&findings), ["partitions"]);
     })
     .await;
 }

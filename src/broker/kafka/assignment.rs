@@ -505,7 +505,6 @@ mod tests {
         assert!(all.is_caught_up(), "one of the two reports is of topic b");
     }
 
-    // While the process lives, an end is reported after each row that arrives.
     /// Shown by: taking the unknown end for an offset. Nothing reached it, also with a leader.
     #[test]
     fn g6_a_partition_that_began_without_a_leader_is_away_until_it_is_heard_of_and_reaches_its_end() {
@@ -526,6 +525,7 @@ mod tests {
         assert!(all.is_caught_up());
     }
 
+    // While the process lives, an end is reported after each row that arrives.
     #[test]
     fn ends_are_kept_only_until_every_partition_has_reached_its_own() {
         let mut all = Assignment::default();
