@@ -12,8 +12,6 @@
 //! Not here: SQL of the outbox or inbox, decisions about refusals (`outbox::rules`), retries across
 //! sessions (`outbox::relay`, `inbox::consumer`).
 
-#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
-mod address;
 #[cfg(feature = "embedded")]
 pub mod embedded;
 pub(crate) mod envelope;

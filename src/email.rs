@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `port` | what the sender needs of a database |
 //! | `carriage` | an e-mail as bytes, and its way to a server or a file |
+//! | `smtp` | one dialogue with a server |
 //! | `sender` | the work: leases rows, sends, records what became of each |
 
 #[cfg(feature = "email")]
@@ -12,3 +13,5 @@ pub(crate) mod carriage;
 pub(crate) mod port;
 #[cfg(feature = "email")]
 pub mod sender;
+#[cfg(feature = "email")]
+pub(crate) mod smtp;

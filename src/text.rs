@@ -6,6 +6,7 @@
 //! | `hosts` | which servers a URL with several hosts names |
 //! | `loopback` | whether a host is this machine |
 //! | `panic` | what a panic said |
+//! | `percent` | parts of a URL that are percent-encoded |
 
 pub(crate) mod hex;
 #[cfg(any(feature = "postgres", feature = "mysql", feature = "rabbitmq"))]
@@ -14,3 +15,5 @@ pub(crate) mod hosts;
 pub(crate) mod loopback;
 #[cfg(any(feature = "consumer", feature = "operations"))]
 pub(crate) mod panic;
+#[cfg(any(feature = "kafka", feature = "rabbitmq", feature = "email"))]
+pub(crate) mod percent;

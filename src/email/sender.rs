@@ -17,8 +17,10 @@ use lettre::message::Mailbox as Address;
 use tokio_util::sync::CancellationToken;
 
 pub use super::carriage::EmailTransport;
+pub use super::smtp::SmtpServer;
 
-use super::carriage::{Failure, address, compose, message_id};
+use super::carriage::{address, compose, message_id};
+use super::smtp::{Failure, Means};
 use crate::email::port::{EmailOutcome, EmailToSend, Mailbox};
 use crate::error::StoreError;
 use crate::inbox::port::waiting::RowLease;
@@ -97,11 +99,12 @@ struct Hand {
     outcome: Option<(EmailToSend, EmailOutcome)>,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Step {
     Worked,
     Idle,
     Empty,
+    /// No e-mail can be sent now, for this reason.
+    Away(String),
 }
 
 impl Sender {
@@ -186,11 +189,16 @@ impl Sender {
         let mut hand = Hand::default();
         while !stop.is_cancelled() {
             let step = self.step(&mut hand, stop).await;
-            if step.is_ok() {
-                self.health.set(PART, PartState::Ready);
+            match &step {
+                Ok(Step::Away(why)) => self.health.set(PART, PartState::Waiting(format!("e-mails: {why}"))),
+                Ok(_) => self.health.set(PART, PartState::Ready),
+                Err(_) => {}
             }
             match step {
                 Ok(Step::Worked) => pace.worked(),
+                Ok(Step::Away(_)) => {
+                    pace.wait(stop).await;
+                }
                 Ok(Step::Idle) => {
                     sleep_unless(stop, Duration::from_millis(100)).await;
                 }
@@ -210,7 +218,9 @@ impl Sender {
     }
 
     async fn step(&self, hand: &mut Hand, stop: &CancellationToken) -> Result<Step, StoreError> {
-        self.empty(hand, stop).await?;
+        if let Some(why) = self.empty(hand, stop).await? {
+            return Ok(Step::Away(why));
+        }
         if stop.is_cancelled() {
             return Ok(Step::Worked);
         }
@@ -225,8 +235,7 @@ impl Sender {
         hand.leased = self.store.lease_emails(BATCH, &lease).await?.into();
         hand.in_doubt = None;
         if !hand.leased.is_empty() {
-            self.empty(hand, stop).await?;
-            return Ok(Step::Worked);
+            return Ok(self.empty(hand, stop).await?.map_or(Step::Worked, Step::Away));
         }
         let empty = self.options.until_empty && self.store.emails_pending().await? == 0;
         Ok(if empty { Step::Empty } else { Step::Idle })
@@ -234,8 +243,10 @@ impl Sender {
 
     /// Sends the leased rows one after the other, and settles each before the next. If the
     /// database goes away meanwhile, the result is kept and written later, so the e-mail is not
-    /// sent a second time (G10).
-    async fn empty(&self, hand: &mut Hand, stop: &CancellationToken) -> Result<(), StoreError> {
+    /// sent a second time (G10). Where no e-mail can be sent, the rows go back without a count, and
+    /// the reason is returned.
+    async fn empty(&self, hand: &mut Hand, stop: &CancellationToken) -> Result<Option<String>, StoreError> {
+        let mut away = None;
         loop {
             if let Some((email, outcome)) = &hand.outcome {
                 if !self.store.settle_email(email, outcome).await? {
@@ -246,11 +257,18 @@ impl Sender {
                 }
                 hand.outcome = None;
             }
-            let Some(email) = hand.leased.pop_front() else { return Ok(()) };
+            let Some(email) = hand.leased.pop_front() else { return Ok(away) };
             // A lease that may expire during the sending is not used, because another sender would
             // send the e-mail too.
-            let stands = hand.leased_at.is_some_and(|at| at.elapsed() + SENDING < LEASE) && !stop.is_cancelled();
-            let outcome = if stands { self.send(&email).await } else { EmailOutcome::NotTried };
+            let stands = hand.leased_at.is_some_and(|at| at.elapsed() + SENDING < LEASE);
+            let outcome = if stands && away.is_none() && !stop.is_cancelled() {
+                self.send(&email).await.unwrap_or_else(|why| {
+                    away = Some(why);
+                    EmailOutcome::NotTried
+                })
+            } else {
+                EmailOutcome::NotTried
+            };
             if let EmailOutcome::Again { error, .. } | EmailOutcome::Failed(error) = &outcome {
                 tracing::warn!(email = email.email_id, attempt = email.attempt, %error, "an e-mail was not sent");
             }
@@ -258,11 +276,15 @@ impl Sender {
         }
     }
 
-    async fn send(&self, email: &EmailToSend) -> EmailOutcome {
+    /// Sends one e-mail once.
+    ///
+    /// # Errors
+    /// Why none can be sent now.
+    async fn send(&self, email: &EmailToSend) -> Result<EmailOutcome, String> {
         let message_id = message_id(&email.unique_key);
         let tried = match compose(&self.from, &message_id, &email.recipient, &email.subject, &email.body) {
             Ok(message) => self.transport.carry(&message_id, message.envelope(), &message.formatted(), SENDING).await,
-            Err(error) => Err(Failure { error, permanent: true, arrived: false }),
+            Err(error) => Err(Failure { error, means: Means::Refused }),
         };
         let before = match &self.transport {
             // A file is replaced, so it exists once or not at all.
@@ -271,25 +293,27 @@ impl Sender {
         };
         let (state, failure) = match tried {
             Ok(()) => (Delivery::Sent, None),
+            Err(Failure { error, means: Means::Away }) => return Err(error),
             Err(failure) => (failure.state(before, email.attempt >= self.options.attempts_max), Some(failure)),
         };
         observe::email(state.word());
-        let Some(Failure { error, .. }) = failure else { return EmailOutcome::Sent };
+        let Some(Failure { error, .. }) = failure else { return Ok(EmailOutcome::Sent) };
         let error = format!("{state}: {error}");
         if matches!(state, Delivery::Refused | Delivery::Dead(_)) {
-            return EmailOutcome::Failed(error);
+            return Ok(EmailOutcome::Failed(error));
         }
         let after = Duration::from_secs(1 << email.attempt.min(10)).mul_f64(0.5 + fastrand::f64() / 2.0);
-        EmailOutcome::Again { after, error }
+        Ok(EmailOutcome::Again { after, error })
     }
 }
 
 impl Failure {
     /// The state of the e-mail after this failure, if `before` earlier attempts may have arrived.
     fn state(&self, before: u32, last: bool) -> Delivery {
-        let doubtful = before.saturating_add(self.arrived.into());
-        let settled = (self.permanent && doubtful == 0).then_some(Settled::Failed);
-        Delivery::of(settled, self.permanent || last, doubtful)
+        let doubtful = before.saturating_add((self.means == Means::Unknown).into());
+        let is_refused = self.means == Means::Refused;
+        let settled = (is_refused && doubtful == 0).then_some(Settled::Failed);
+        Delivery::of(settled, is_refused || last, doubtful)
     }
 }
 
@@ -316,17 +340,16 @@ mod tests {
     // that may have arrived.
     #[test]
     fn o28_an_e_mails_state_is_said_in_the_words_of_deliveries() {
-        let failure = |permanent, arrived| Failure { error: String::new(), permanent, arrived };
-        for (permanent, arrived, before, last, word) in [
-            (false, false, 0, false, "waiting"),
-            (false, true, 0, false, "possibly sent once"),
-            (false, true, 2, false, "possibly sent 3 times"),
-            (true, false, 0, false, "refused"),
-            (true, false, 1, false, "dead, possibly sent once"),
-            (false, false, 0, true, "dead"),
-            (false, true, 4, true, "dead, possibly sent 5 times"),
+        for (means, before, last, word) in [
+            (Means::NotNow, 0, false, "waiting"),
+            (Means::Unknown, 0, false, "possibly sent once"),
+            (Means::Unknown, 2, false, "possibly sent 3 times"),
+            (Means::Refused, 0, false, "refused"),
+            (Means::Refused, 1, false, "dead, possibly sent once"),
+            (Means::NotNow, 0, true, "dead"),
+            (Means::Unknown, 4, true, "dead, possibly sent 5 times"),
         ] {
-            assert_eq!(failure(permanent, arrived).state(before, last).to_string(), word);
+            assert_eq!(Failure { error: String::new(), means }.state(before, last).to_string(), word);
         }
     }
 }

@@ -8,7 +8,7 @@ use oncebox::store::{Base, EmailOutcome, Enqueue, Mailbox, NewEmail, RowLease};
 use tokio_util::sync::CancellationToken;
 
 use super::kit::{SOON, Sql, World, sqlite};
-use super::smtp::{SILENT, message_ids, smtp};
+use super::smtp::{LOST, SILENT, message_ids, smtp, smtp_at};
 use crate::support::eventually;
 
 async fn queue(world: &World<SqliteStore>, key: &str, subject: &str) -> bool {
@@ -82,6 +82,69 @@ async fn a_4xx_is_tried_again_under_the_same_message_id_and_a_5xx_is_failed() {
     // O28: of the only try, so it is known that nothing arrived.
     let errors = world.store.texts("select error from oncebox_email where state = 'failed'").await;
     assert!(errors[0].starts_with("refused: "), "{errors:?}");
+}
+
+/// A server that serves nobody has said nothing about this e-mail. Shown by: taking every 5xx for a
+/// refusal of the e-mail, and counting every try: with two tries in all, each of them fails it.
+#[tokio::test]
+async fn a_server_that_refuses_us_or_hangs_up_before_the_e_mail_fails_none_and_counts_no_try() {
+    for (place, codes) in [
+        ("the greeting", [554, LOST, 421]),
+        ("MAIL", [553, LOST, 451]),
+        ("EHLO", [550, LOST, 421]),
+        ("RCPT", [530, 535, 530]),
+    ] {
+        let world = sqlite().await;
+        let (url, taken) = smtp_at(place, &codes).await;
+        queue(&world, "receipt_1", "Receipt").await;
+        queue(&world, "receipt_2", "Receipt").await;
+        let options = SenderOptions { attempts_max: 2, until_empty: true, ..SenderOptions::new("shop@example.com") };
+        let transport = EmailTransport::smtp(&url).unwrap();
+        let sender = Sender::new(world.store.clone(), transport, options, world.health.clone()).unwrap();
+        tokio::time::timeout(SOON, sender.run(CancellationToken::new())).await.unwrap().unwrap();
+        assert_eq!(taken.lock().unwrap().len(), 2, "{place}");
+        let states = "select state || ' ' || attempts from oncebox_email order by email_id";
+        assert_eq!(world.store.texts(states).await, ["sent 1", "sent 1"], "{place}");
+    }
+}
+
+/// Shown by: a sender that is ready whatever its server does.
+#[tokio::test]
+async fn a_sender_whose_server_is_away_is_not_ready_until_it_is_back() {
+    let world = sqlite().await;
+    let (url, taken) = smtp_at("the greeting", &[554; 1_000]).await;
+    queue(&world, "receipt_1", "Receipt").await;
+    let transport = EmailTransport::smtp(&url).unwrap();
+    let options = SenderOptions::new("shop@example.com");
+    let sender = Sender::new(world.store.clone(), transport, options, world.health.clone()).unwrap();
+    let stop = CancellationToken::new();
+    let running = tokio::spawn({
+        let stop = stop.clone();
+        async move { sender.run(stop).await }
+    });
+    eventually("it says why", SOON, || async {
+        let lines = world.health.lines();
+        (!world.health.is_ready() && lines.iter().any(|line| line.contains("at connecting") && line.contains("554")))
+            .then_some(())
+    })
+    .await;
+    assert!(taken.lock().unwrap().is_empty());
+    stop.cancel();
+    running.await.unwrap().unwrap();
+    assert_eq!(world.store.texts("select state || ' ' || attempts from oncebox_email").await, ["pending 0"]);
+}
+
+/// Of a refused recipient alone it is known that it is about this e-mail.
+#[tokio::test]
+async fn a_refused_recipient_fails_its_e_mail_and_no_other() {
+    let world = sqlite().await;
+    let (url, taken) = smtp_at("RCPT", &[550, 450]).await;
+    queue(&world, "receipt_1", "Receipt").await;
+    queue(&world, "receipt_2", "Receipt").await;
+    send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
+    assert_eq!(taken.lock().unwrap().len(), 1);
+    let states = "select state || ' ' || attempts from oncebox_email order by email_id";
+    assert_eq!(world.store.texts(states).await, ["sent 2", "failed 1"]);
 }
 
 /// Shown by: a client that waits for the answer to its QUIT. The e-mail would count as possibly

@@ -16,6 +16,12 @@ pub(crate) const SILENT: u16 = 1;
 /// A server that speaks just enough SMTP: it answers the end of each e-mail with the last of these
 /// codes that is left, then 250; with [`LOST`] it says nothing and hangs up.
 pub(crate) async fn smtp(codes: &[u16]) -> (String, Arc<Mutex<Vec<String>>>) {
+    smtp_at("the end", codes).await
+}
+
+/// The same, where the codes are for this command: `the end` of an e-mail, `the greeting`, `MAIL`,
+/// `RCPT`, `DATA`.
+pub(crate) async fn smtp_at(place: &'static str, codes: &[u16]) -> (String, Arc<Mutex<Vec<String>>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("smtp://{}", listener.local_addr().unwrap());
     let taken = Arc::new(Mutex::new(Vec::new()));
@@ -24,7 +30,7 @@ pub(crate) async fn smtp(codes: &[u16]) -> (String, Arc<Mutex<Vec<String>>>) {
     tokio::spawn(async move {
         while let Ok((socket, _)) = listener.accept().await {
             let (seen, codes) = (Arc::clone(&seen), Arc::clone(&codes));
-            tokio::spawn(async move { talk(BufReader::new(socket), &seen, &codes).await });
+            tokio::spawn(async move { talk(BufReader::new(socket), &seen, place, &codes).await });
         }
     });
     (url, taken)
@@ -33,22 +39,37 @@ pub(crate) async fn smtp(codes: &[u16]) -> (String, Arc<Mutex<Vec<String>>>) {
 async fn talk(
     mut socket: BufReader<tokio::net::TcpStream>,
     seen: &Mutex<Vec<String>>,
+    place: &str,
     codes: &Mutex<Vec<u16>>,
 ) -> Option<()> {
-    socket.write_all(b"220 test\r\n").await.ok()?;
+    let code_at = |here: &str, usual: u16| match here == place {
+        true => codes.lock().unwrap().pop().unwrap_or(usual),
+        false => usual,
+    };
+    let greeting = code_at("the greeting", 220);
+    if greeting == LOST {
+        return None;
+    }
+    socket.write_all(format!("{greeting} test\r\n").as_bytes()).await.ok()?;
     loop {
         let mut line = String::new();
         if socket.read_line(&mut line).await.ok()? == 0 {
             return None;
         }
-        let answer = match line.get(..4).unwrap_or_default().to_ascii_uppercase().as_str() {
+        let command = line.get(..4).unwrap_or_default().to_ascii_uppercase();
+        let code = code_at(&command, if command == "DATA" { 354 } else { 250 });
+        if code == LOST {
+            return None;
+        }
+        let answer = match command.as_str() {
+            _ if code >= 400 => format!("{code} not now\r\n"),
             "DATA" => {
                 socket.write_all(b"354 go on\r\n").await.ok()?;
                 let mut email = String::new();
                 while !email.ends_with("\r\n.\r\n") {
                     socket.read_line(&mut email).await.ok()?;
                 }
-                let code = codes.lock().unwrap().pop().unwrap_or(250);
+                let code = code_at("the end", 250);
                 seen.lock().unwrap().push(email);
                 if code == LOST {
                     return None;

@@ -12,9 +12,9 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use super::properties;
-use crate::broker::address::percent_decode;
 use crate::error::{BrokerError, redact};
 use crate::text::loopback::is_loopback;
+use crate::text::percent::percent_decode;
 use crate::time::bound;
 
 const DEFAULT_PORT: u16 = 9092;

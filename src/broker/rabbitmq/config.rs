@@ -14,9 +14,9 @@ use std::time::Duration;
 use lapin::uri::{AMQPAuthority, AMQPQueryString, AMQPScheme, AMQPUri, AMQPUserInfo};
 use url::Url;
 
-use crate::broker::address::percent_decode;
 use crate::error::{BrokerError, redact};
 use crate::text::hosts::each;
+use crate::text::percent::percent_decode;
 use crate::time::bound;
 
 /// Settings of the adapter. [`RabbitConfig::new`] takes a URL and sets the defaults.

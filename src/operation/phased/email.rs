@@ -6,13 +6,13 @@
 //!
 //! * The e-mail is composed once, with its Date and a Message-ID that is derived from the key of
 //!   the effect. It is committed before the first send.
-//! * A server that accepts the e-mail ends the operation. A 5xx is a refusal if it answers the only
-//!   attempt that can have arrived; after a later attempt it proves nothing.
-//! * A 4xx, a 5xx about our credentials, and a refused connection prove that this attempt did not
-//!   arrive. It waits and is tried again with the backoff of
-//!   [`DriveSettings`](super::DriveSettings), and no attempt is counted. A lost answer counts: from
-//!   then on the state is `possibly sent N times`. When the attempts are used up, the e-mail is
-//!   dead, which an operator sees as parked.
+//! * A server that accepts the e-mail ends the operation. A 5xx about it is a refusal if it answers
+//!   the only attempt that can have arrived; after a later attempt it proves nothing.
+//! * A 4xx, a 5xx about us (at the greeting, the credentials or our address), and a connection that
+//!   ends before the text of the e-mail prove that this attempt did not arrive. It waits and is
+//!   tried again with the backoff of [`DriveSettings`](super::DriveSettings), and no attempt is
+//!   counted. A lost answer counts: from then on the state is `possibly sent N times`. When the
+//!   attempts are used up, the e-mail is dead, which an operator sees as parked.
 //! * The transport that writes files sends exactly once: a second attempt replaces the file of the
 //!   first.
 //!
@@ -31,12 +31,14 @@ use serde::{Deserialize, Serialize};
 
 pub use super::sending::delivery;
 pub use crate::email::carriage::EmailTransport;
+pub use crate::email::smtp::SmtpServer;
 
 use super::flow::{Flow, FlowError};
 use super::identity::ProviderKey;
 use super::provider::{Call, Prepare, Provider, Sent};
 use super::sending;
-use crate::email::carriage::{Failure, address, compose, message_id};
+use crate::email::carriage::{address, compose, message_id};
+use crate::email::smtp::{Failure, Means};
 use crate::error::HandlerError;
 use crate::operation::Endpoint;
 use crate::operation::rules::provider::{Answer, Strategy};
@@ -75,7 +77,7 @@ impl IdempotentCommand for SendEmail {
     }
 }
 
-/// Sends e-mails: a provider of phased operations. Clones share connections.
+/// Sends e-mails: a provider of phased operations.
 #[derive(Debug, Clone)]
 pub struct Emails {
     transport: EmailTransport,
@@ -144,13 +146,12 @@ impl Provider for Emails {
         };
         match self.transport.carry(&message_id(call.key.as_str()), &envelope, email, SENDING).await {
             Ok(()) => Sent { answer: sending::uncompared(Answer::status(200)), saw: Vec::new() },
-            Err(Failure { error, permanent, arrived }) => {
-                let answer = match (permanent, arrived) {
-                    (true, _) => Answer::status(422),
-                    (false, true) => Answer::NoAnswer,
-                    // Even if bytes were sent, the server has said that it did not accept the
-                    // e-mail; or there was no server.
-                    (false, false) => Answer::NotConnected,
+            Err(Failure { error, means }) => {
+                let answer = match means {
+                    Means::Refused => Answer::status(422),
+                    Means::Unknown => Answer::NoAnswer,
+                    // Even if bytes were sent, the server did not accept the e-mail.
+                    Means::NotNow | Means::Away => Answer::NotConnected,
                 };
                 Sent { answer, saw: error.into_bytes() }
             }

@@ -1,7 +1,7 @@
-//! What stands in the URL of a broker: parts that are percent-encoded.
+//! Parts of a URL that are percent-encoded.
 
 /// Decodes a part of a URL; `None` where it is not percent-encoded UTF-8.
-pub(super) fn percent_decode(text: &str) -> Option<String> {
+pub(crate) fn percent_decode(text: &str) -> Option<String> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
     while let Some((first, tail)) = rest.split_first() {

@@ -1,0 +1,346 @@
+//! One dialogue with an SMTP server, on a connection of its own.
+//!
+//! Promise: a failure says whose it is, that of the way to the server, which every e-mail would
+//! have, or that of this e-mail; and whether the server may have accepted the e-mail all the same
+//! (O28). What becomes of the QUIT changes nothing.
+//!
+//! The commands stand here, because the transport of the client library does not tell which of them
+//! failed, waits for the answer to its QUIT, and gives a connection on that was given up in the
+//! middle of a dialogue.
+
+use std::fmt::{Display, Formatter};
+use std::time::Duration;
+
+use lettre::address::Envelope;
+use lettre::transport::smtp::authentication::{Credentials, DEFAULT_MECHANISMS};
+use lettre::transport::smtp::client::{AsyncSmtpConnection, Tls, TlsParameters};
+use lettre::transport::smtp::commands::{Data, Mail, Rcpt};
+use lettre::transport::smtp::extension::{ClientId, Extension, MailBodyParameter, MailParameter};
+use lettre::transport::smtp::{Error, SMTP_PORT, SUBMISSION_PORT, SUBMISSIONS_PORT};
+use tokio::time::timeout;
+
+use crate::error::redact;
+use crate::text::percent::percent_decode;
+
+/// How long a connect may take.
+const CONNECTING: Duration = Duration::from_secs(20);
+/// How long a server has to answer to QUIT. Then the connection is closed.
+const GOODBYE: Duration = Duration::from_secs(2);
+
+/// An attempt to send that failed.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    pub(crate) error: String,
+    pub(crate) means: Means,
+}
+
+/// What a failure proves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Means {
+    /// Every e-mail would fail: there is no server, or it does not serve us. Nothing arrived.
+    Away,
+    /// Nothing arrived, and a later attempt may succeed.
+    NotNow,
+    /// Nothing arrived, and later attempts fail too.
+    Refused,
+    /// The server may have accepted the e-mail all the same.
+    Unknown,
+}
+
+/// An SMTP server, by its URL.
+#[derive(Clone)]
+pub struct SmtpServer {
+    host: String,
+    port: u16,
+    tls: Tls,
+    hello_name: ClientId,
+    credentials: Option<Credentials>,
+}
+
+impl std::fmt::Debug for SmtpServer {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        write!(f, "SmtpServer({}:{})", self.host, self.port)
+    }
+}
+
+/// The part of a dialogue that is under way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    /// Up to the credentials.
+    Connect,
+    /// Our own address, which every e-mail has.
+    Sender,
+    /// Whatever differs from one e-mail to the next, before its text.
+    Envelope,
+    /// The text of the e-mail, up to the answer that accepts it.
+    Text,
+}
+
+impl Display for Step {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Connect => "at connecting",
+            Self::Sender => "at the sender's address",
+            Self::Envelope => "at the addresses of the e-mail",
+            Self::Text => "at the text",
+        })
+    }
+}
+
+impl Step {
+    /// What the end of the connection, or of the time, means here.
+    fn cut(self) -> Means {
+        match self {
+            Self::Connect | Self::Sender => Means::Away,
+            Self::Envelope => Means::NotNow,
+            Self::Text => Means::Unknown,
+        }
+    }
+
+    fn failed(self, error: &Error) -> Failure {
+        let about_us = error.status().is_some_and(|code| matches!(u16::from(code), 530 | 534 | 535 | 538));
+        let means = match self {
+            // The server does not take our credentials: once they are corrected, the same e-mail
+            // can be sent (RFC 4954, 6).
+            _ if about_us => Means::Away,
+            Self::Envelope | Self::Text if error.is_permanent() => Means::Refused,
+            Self::Text if error.is_transient() => Means::NotNow,
+            step => step.cut(),
+        };
+        Failure { error: format!("{self}: {error}"), means }
+    }
+}
+
+impl SmtpServer {
+    /// Reads `smtp://USER:PASSWORD@HOST:PORT` or `smtps://..`. With `smtp`, `?tls=required` asks for
+    /// STARTTLS, and `?tls=opportunistic` for STARTTLS where the server has it. The path is the name
+    /// that EHLO gives.
+    ///
+    /// # Errors
+    /// What is wrong with the URL, without its password.
+    pub fn from_url(text: &str) -> Result<Self, String> {
+        let refused = |why: &str| format!("the SMTP URL `{}` cannot be used: {why}", redact(text));
+        let url = url::Url::parse(text).map_err(|error| refused(&error.to_string()))?;
+        let host = url.host_str().filter(|host| !host.is_empty()).ok_or_else(|| refused("it names no host"))?;
+        // A numeric address of version 6 stands in brackets in a URL only.
+        let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
+        let verified = || TlsParameters::new(host.clone()).map_err(|error| refused(&error.to_string()));
+        let asked = url.query_pairs().find(|(name, _)| name == "tls").map(|(_, value)| value.into_owned());
+        let (usual_port, tls) = match (url.scheme(), asked.as_deref()) {
+            ("smtp", None) => (SMTP_PORT, Tls::None),
+            ("smtp", Some("required")) => (SUBMISSION_PORT, Tls::Required(verified()?)),
+            ("smtp", Some("opportunistic")) => (SUBMISSION_PORT, Tls::Opportunistic(verified()?)),
+            ("smtp", Some(_)) => return Err(refused("`tls` must be `required` or `opportunistic`")),
+            ("smtps", _) => (SUBMISSIONS_PORT, Tls::Wrapper(verified()?)),
+            _ => return Err(refused("it must begin with smtp:// or smtps://")),
+        };
+        let plain = |part: &str| percent_decode(part).ok_or_else(|| refused("a part is not percent-encoded UTF-8"));
+        let credentials = match url.password() {
+            Some(password) => Some(Credentials::new(plain(url.username())?, plain(password)?)),
+            None => None,
+        };
+        let hello_name = match url.path().trim_matches('/') {
+            "" => ClientId::default(),
+            name => ClientId::Domain(name.to_owned()),
+        };
+        Ok(Self { port: url.port().unwrap_or(usual_port), host, tls, hello_name, credentials })
+    }
+
+    /// Encrypts and verifies in this way, whatever the URL said: for an authority of one's own.
+    #[must_use]
+    pub fn with_tls(self, tls: Tls) -> Self {
+        Self { tls, ..self }
+    }
+
+    /// Sends the bytes once. `within` limits the whole dialogue.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped, the connection is closed, and it is unknown whether the e-mail was
+    /// sent.
+    pub(super) async fn send(&self, envelope: &Envelope, bytes: &[u8], within: Duration) -> Result<(), Failure> {
+        let mut step = Step::Connect;
+        timeout(within, self.talk(envelope, bytes, &mut step)).await.unwrap_or_else(|_| {
+            let error = format!("{step}: the server did not take it within {} s", within.as_secs());
+            Err(Failure { error, means: step.cut() })
+        })
+    }
+
+    async fn talk(&self, envelope: &Envelope, bytes: &[u8], step: &mut Step) -> Result<(), Failure> {
+        let mut connection = self.connect().await.map_err(|error| Step::Connect.failed(&error))?;
+        let said = hand_over(&mut connection, envelope, bytes, step).await;
+        // A server that accepts an e-mail and then hangs has accepted it.
+        drop(tokio::spawn(timeout(GOODBYE, async move { connection.quit().await })));
+        said
+    }
+
+    async fn connect(&self) -> Result<AsyncSmtpConnection, Error> {
+        let wrapper = match &self.tls {
+            Tls::Wrapper(parameters) => Some(parameters.clone()),
+            _ => None,
+        };
+        let server = (self.host.as_str(), self.port);
+        let mut connection =
+            AsyncSmtpConnection::connect_tokio1(server, Some(CONNECTING), &self.hello_name, wrapper, None).await?;
+        match &self.tls {
+            Tls::Required(parameters) => connection.starttls(parameters.clone(), &self.hello_name).await?,
+            Tls::Opportunistic(parameters) if connection.can_starttls() => {
+                connection.starttls(parameters.clone(), &self.hello_name).await?;
+            }
+            _ => {}
+        }
+        if let Some(credentials) = &self.credentials {
+            connection.auth(DEFAULT_MECHANISMS, credentials).await?;
+        }
+        Ok(connection)
+    }
+}
+
+async fn hand_over(
+    connection: &mut AsyncSmtpConnection,
+    envelope: &Envelope,
+    bytes: &[u8],
+    step: &mut Step,
+) -> Result<(), Failure> {
+    let mut addresses = envelope.from().into_iter().chain(envelope.to());
+    let is_beyond_ascii = addresses.any(|address| !AsRef::<str>::as_ref(address).is_ascii());
+    let mut parameters = Vec::new();
+    for (is_needed, extension, parameter) in [
+        (is_beyond_ascii, Extension::SmtpUtfEight, MailParameter::SmtpUtfEight),
+        (!bytes.is_ascii(), Extension::EightBitMime, MailParameter::Body(MailBodyParameter::EightBitMime)),
+    ] {
+        if is_needed && !connection.server_info().supports_feature(extension) {
+            let error = format!("the server does not offer {extension}, which this e-mail needs");
+            return Err(Failure { error, means: Means::NotNow });
+        }
+        parameters.extend(is_needed.then_some(parameter));
+    }
+    *step = if parameters.is_empty() { Step::Sender } else { Step::Envelope };
+    let failed = |step: Step| move |error| step.failed(&error);
+    connection.command(Mail::new(envelope.from().cloned(), parameters)).await.map_err(failed(*step))?;
+    *step = Step::Envelope;
+    for recipient in envelope.to() {
+        connection.command(Rcpt::new(recipient.clone(), Vec::new())).await.map_err(failed(*step))?;
+    }
+    connection.command(Data).await.map_err(failed(*step))?;
+    *step = Step::Text;
+    connection.message(bytes).await.map_err(failed(*step))?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::sync::Arc;
+
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    use tokio::net::{TcpListener, TcpStream};
+    use tokio::sync::Notify;
+
+    use super::*;
+
+    fn envelope() -> Envelope {
+        Envelope::new(Some("a@example.com".parse().unwrap()), vec!["b@example.com".parse().unwrap()]).unwrap()
+    }
+
+    fn server(listener: &TcpListener) -> SmtpServer {
+        SmtpServer::from_url(&format!("smtp://{}", listener.local_addr().unwrap())).unwrap()
+    }
+
+    #[test]
+    fn a_url_says_how_the_server_is_reached() {
+        let of = |url: &str| {
+            let SmtpServer { host, port, tls, hello_name, credentials } = SmtpServer::from_url(url).unwrap();
+            let tls = match tls {
+                Tls::None => "none",
+                Tls::Opportunistic(_) => "opportunistic",
+                Tls::Required(_) => "required",
+                Tls::Wrapper(_) => "wrapper",
+            };
+            let name = matches!(&hello_name, ClientId::Domain(name) if name == "shop.example");
+            (host, port, tls, name, credentials == Some(Credentials::new("a@b".into(), "p/w".into())))
+        };
+        let expected =
+            |host: &str, port, tls, name, has_credentials| (host.to_owned(), port, tls, name, has_credentials);
+        assert_eq!(of("smtp://mail.example"), expected("mail.example", 25, "none", false, false));
+        assert_eq!(of("smtp://[::1]:2525"), expected("::1", 2525, "none", false, false));
+        assert_eq!(
+            of("smtp://a%40b:p%2Fw@mail.example/shop.example?tls=required"),
+            expected("mail.example", 587, "required", true, true)
+        );
+        assert_eq!(
+            of("smtp://mail.example?tls=opportunistic"),
+            expected("mail.example", 587, "opportunistic", false, false)
+        );
+        assert_eq!(of("smtps://a%40b:p%2Fw@mail.example"), expected("mail.example", 465, "wrapper", false, true));
+        for (url, why) in [
+            ("http://a:s3cret@mail.example", "smtp://"),
+            ("smtp://a:s3cret@mail.example?tls=yes", "`required` or `opportunistic`"),
+            ("smtp://a:s3cret%ff@mail.example", "percent-encoded"),
+            ("smtp:///x", "no host"),
+        ] {
+            let error = SmtpServer::from_url(url).unwrap_err();
+            assert!(error.contains(why) && !error.contains("s3cret"), "{error}");
+        }
+    }
+
+    /// Shown by: going on in plain text. The credentials would be readable on the way.
+    #[tokio::test]
+    async fn a_server_without_starttls_gets_nothing_where_it_is_required() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let verified = TlsParameters::new("127.0.0.1".into()).unwrap();
+        let server = server(&listener).with_tls(Tls::Required(verified));
+        tokio::spawn(async move {
+            while let Ok((socket, _)) = listener.accept().await {
+                tokio::spawn(answer(BufReader::new(socket), None));
+            }
+        });
+        let failure = server.send(&envelope(), b"Thanks.", Duration::from_secs(30)).await.unwrap_err();
+        assert_eq!(failure.means, Means::Away);
+        assert!(failure.error.contains("STARTTLS"), "{}", failure.error);
+    }
+
+    /// Shown by: one connection for all e-mails, as the client library's pool keeps it. The second
+    /// e-mail then gets the answers of the first, which are still to come.
+    #[tokio::test]
+    async fn an_e_mail_that_was_given_up_closes_its_connection() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let server = server(&listener);
+        let hangs = Arc::new((Notify::new(), Notify::new()));
+        let is_hanging = Arc::clone(&hangs);
+        tokio::spawn(async move {
+            let mut silent = Some(is_hanging);
+            while let Ok((socket, _)) = listener.accept().await {
+                tokio::spawn(answer(BufReader::new(socket), silent.take()));
+            }
+        });
+        let envelope = envelope();
+        let send = || server.send(&envelope, b"Thanks.", Duration::from_secs(30));
+        let was_answered = tokio::select! {
+            _ = send() => true,
+            () = hangs.0.notified() => false,
+        };
+        assert!(!was_answered);
+        timeout(Duration::from_secs(20), hangs.1.notified()).await.expect("its connection is closed");
+        assert!(send().await.is_ok());
+    }
+
+    /// Answers every command with yes. With `silent` it leaves the first MAIL without an answer,
+    /// and every command after it.
+    async fn answer(mut socket: BufReader<TcpStream>, silent: Option<Arc<(Notify, Notify)>>) -> Option<()> {
+        socket.write_all(b"220 test\r\n").await.ok()?;
+        let (mut line, mut is_content) = (String::new(), false);
+        while socket.read_line(&mut line).await.unwrap_or(0) > 0 {
+            if let Some(silent) = silent.as_ref().filter(|_| !line.starts_with("EHLO")) {
+                silent.0.notify_one();
+            } else if line.starts_with("DATA") {
+                is_content = true;
+                socket.write_all(b"354 go on\r\n").await.ok()?;
+            } else if !is_content || line == ".\r\n" {
+                is_content = false;
+                socket.write_all(b"250 ok\r\n").await.ok()?;
+            }
+            line.clear();
+        }
+        silent.map(|silent| silent.1.notify_one())
+    }
+}
