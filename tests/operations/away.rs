@@ -1,7 +1,7 @@
 //! The database goes away, and comes back, behind a service that goes on (M60, O29); a pool that
 //! slow operations use up.
 
-use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use oncebox::operation::Code;
@@ -86,22 +86,22 @@ async fn while_the_database_is_away_every_request_is_refused_within_two_seconds_
         until("it is ready", || async { get("/readyz").await.status == 200 }).await;
         let mut recovered = false;
         for (path, table) in BODIES {
-            let was_pending = Cell::new(false);
+            let was_pending = AtomicBool::new(false);
             let key = format!("{K1}-{round}-0-0");
             // Right after the cut another connection of its pool may still be one of before. Where
             // it breaks before the call, the answer is 503; between two phases of a call it is 202,
             // and the outcome may then be made before it is asked for.
             let answer = eventually(path, SOON, || async {
                 let answer = service.post(path, &key, &body(path, round * 1_000)).await;
-                was_pending.set(was_pending.get() || answer.status == 202);
+                was_pending.fetch_or(answer.status == 202, Ordering::Relaxed);
                 Some(answer).filter(|answer| ![202, 503].contains(&answer.status))
             })
             .await;
             assert_eq!(answer.status, 201, "{path}: {answer:?}");
-            assert!(!answer.is_replayed() || was_pending.get(), "{path}: {answer:?}");
+            assert!(!answer.is_replayed() || was_pending.load(Ordering::Relaxed), "{path}: {answer:?}");
             let ran = count(&direct, &format!("select count(*) from {table}")).await;
             assert_eq!(ran, round as i64 + 1, "{path} ran once more");
-            recovered |= was_pending.get();
+            recovered |= was_pending.load(Ordering::Relaxed);
         }
         // What was pending waited for the recovery, which has a pace of its own.
         let took = back.elapsed();
