@@ -112,9 +112,9 @@ impl Step {
 }
 
 impl SmtpServer {
-    /// Reads `smtp://USER:PASSWORD@HOST:PORT` or `smtps://..`. With `smtp`, `?tls=required` asks for
-    /// STARTTLS, and `?tls=opportunistic` for STARTTLS where the server has it. The path is the name
-    /// that EHLO gives.
+    /// Reads `smtp://USER:PASSWORD@HOST:PORT` or `smtps://..`. With `smtp`, `?tls=required` asks
+    /// for STARTTLS, and `?tls=opportunistic` for STARTTLS where the server has it. The path is the
+    /// name that EHLO gives.
     ///
     /// # Errors
     /// What is wrong with the URL, without its password.
@@ -144,12 +144,6 @@ impl SmtpServer {
             name => ClientId::Domain(name.to_owned()),
         };
         Ok(Self { port: url.port().unwrap_or(usual_port), host, tls, hello_name, credentials })
-    }
-
-    /// Encrypts and verifies in this way, whatever the URL said: for an authority of one's own.
-    #[must_use]
-    pub fn with_tls(self, tls: Tls) -> Self {
-        Self { tls, ..self }
     }
 
     /// Sends the bytes once. `within` limits the whole dialogue.
@@ -287,8 +281,8 @@ mod tests {
     #[tokio::test]
     async fn a_server_without_starttls_gets_nothing_where_it_is_required() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let verified = TlsParameters::new("127.0.0.1".into()).unwrap();
-        let server = server(&listener).with_tls(Tls::Required(verified));
+        let url = format!("smtp://{}?tls=required", listener.local_addr().unwrap());
+        let server = SmtpServer::from_url(&url).unwrap();
         tokio::spawn(async move {
             while let Ok((socket, _)) = listener.accept().await {
                 tokio::spawn(answer(BufReader::new(socket), None));
