@@ -453,8 +453,18 @@ impl<S: Rows> Service<S> {
         Self { store: store.clone(), engine, endpoint, phased }
     }
 
-    /// A request.
+    /// A request. Where a busy machine gives it no sign of life of the database in time, nothing was
+    /// begun, and it is asked again, as a client does.
     pub(crate) async fn ask(&self, key: &str, amount: i64, budget: Duration) -> Answered {
+        eventually("an answer that the database gave", SOON, || async {
+            let answered = self.ask_once(key, amount, budget).await;
+            (code(&answered) != Some(Code::StoreUnavailable)).then_some(answered)
+        })
+        .await
+    }
+
+    /// A request that may be refused because the database is not there.
+    pub(crate) async fn ask_once(&self, key: &str, amount: i64, budget: Duration) -> Answered {
         let scope = Scope::new("t1", "p1").unwrap();
         let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
         self.phased.execute_phased(&self.endpoint, Some(scope), KeyGiven::Given(key), Charge { amount }, budget).await

@@ -37,7 +37,7 @@ async fn o29_a_first_phase_holds_its_place_after_its_request_was_dropped() {
             asked.abort();
             assert!(asked.await.unwrap_err().is_cancelled());
         }
-        let refused = tokio::time::timeout(SOON, service.ask("key-0000000000000003", 7, BUDGET)).await.unwrap();
+        let refused = tokio::time::timeout(SOON, service.ask_once("key-0000000000000003", 7, BUDGET)).await.unwrap();
         let Answered::Problem(problem) = &refused else { panic!("{refused:?}") };
         assert_eq!(problem.code, Code::StoreUnavailable);
         let detail = problem.detail.as_deref().unwrap_or_default();
