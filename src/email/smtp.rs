@@ -98,13 +98,12 @@ impl Step {
     }
 
     fn failed(self, error: &Error) -> Failure {
+        // The server does not take our credentials: once they are corrected, the same e-mail can be
+        // sent (RFC 4954, 6). It may ask for them for some recipients only.
         let about_us = error.status().is_some_and(|code| matches!(u16::from(code), 530 | 534 | 535 | 538));
         let means = match self {
-            // The server does not take our credentials: once they are corrected, the same e-mail
-            // can be sent (RFC 4954, 6).
-            _ if about_us => Means::Away,
-            Self::Envelope | Self::Text if error.is_permanent() => Means::Refused,
-            Self::Text if error.is_transient() => Means::NotNow,
+            Self::Envelope | Self::Text if error.is_permanent() && !about_us => Means::Refused,
+            Self::Text if error.is_permanent() || error.is_transient() => Means::NotNow,
             step => step.cut(),
         };
         Failure { error: format!("{self}: {error}"), means }

@@ -88,12 +88,7 @@ async fn a_4xx_is_tried_again_under_the_same_message_id_and_a_5xx_is_failed() {
 /// refusal of the e-mail, and counting every try: with two tries in all, each of them fails it.
 #[tokio::test]
 async fn a_server_that_refuses_us_or_hangs_up_before_the_e_mail_fails_none_and_counts_no_try() {
-    for (place, codes) in [
-        ("the greeting", [554, LOST, 421]),
-        ("MAIL", [553, LOST, 451]),
-        ("EHLO", [550, LOST, 421]),
-        ("RCPT", [530, 535, 530]),
-    ] {
+    for (place, codes) in [("the greeting", [554, LOST, 421]), ("MAIL", [553, LOST, 451]), ("EHLO", [550, LOST, 421])] {
         let world = sqlite().await;
         let (url, taken) = smtp_at(place, &codes).await;
         queue(&world, "receipt_1", "Receipt").await;
@@ -134,11 +129,12 @@ async fn a_sender_whose_server_is_away_is_not_ready_until_it_is_back() {
     assert_eq!(world.store.texts("select state || ' ' || attempts from oncebox_email").await, ["pending 0"]);
 }
 
-/// Of a refused recipient alone it is known that it is about this e-mail.
+/// Of a refused recipient alone it is known that it is about this e-mail. A server may ask for
+/// credentials for some recipients only. Shown by: holding the sender for any 530.
 #[tokio::test]
 async fn a_refused_recipient_fails_its_e_mail_and_no_other() {
     let world = sqlite().await;
-    let (url, taken) = smtp_at("RCPT", &[550, 450]).await;
+    let (url, taken) = smtp_at("RCPT", &[550, 530]).await;
     queue(&world, "receipt_1", "Receipt").await;
     queue(&world, "receipt_2", "Receipt").await;
     send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
