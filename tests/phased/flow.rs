@@ -453,8 +453,8 @@ impl<S: Rows> Service<S> {
         Self { store: store.clone(), engine, endpoint, phased }
     }
 
-    /// A request. Where a busy machine gives it no sign of life of the database in time, nothing was
-    /// begun, and it is asked again, as a client does.
+    /// A request. Where a busy machine gives it no sign of life of the database in time, nothing
+    /// was begun, and it is asked again, as a client does.
     pub(crate) async fn ask(&self, key: &str, amount: i64, budget: Duration) -> Answered {
         eventually("an answer that the database gave", SOON, || async {
             let answered = self.ask_once(key, amount, budget).await;
