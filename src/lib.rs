@@ -86,7 +86,7 @@
 //! | `outbox`, `inbox`, `email` | the work of one subject each: relay; consumer, retries, handlers; e-mail sender |
 //! | `store/postgres`, `store/mysql`, `store/sqlite`, `store/redis`, `broker/kafka`, `broker/rabbitmq`, `broker/embedded` → `store/sql` → `store/bounded`, `store/headers` | adapters, and what those of databases share; only `app` names an adapter |
 //! | `store`, `broker` | the names of all ports of databases; the port of brokers: they never see each other |
-//! | `operator` → `store/schema`, `store/statements` → `store/base` → `outbox/enqueue`, `operation/port` → `outbox/port`, `email/port` → `inbox/port` | ports: what the work needs of a database |
+//! | `operator` → `store/schema`, `store/statements` → `store/base` → `outbox/enqueue`, `operation/port` → `outbox/hint` → `outbox/port`, `email/port` → `inbox/port` | ports: what the work needs of a database |
 //! | `outbox/rules`, `operation/rules` → `inbox/rules` | what each subject decides: pure, no I/O, no clock |
 //! | `observe`, `flock`, `time`, `text`, `message` → `error` | metric names and health; turns at a SQLite file; instants, leases, retries; hex and hosts; what travels; failures |
 
@@ -180,7 +180,7 @@ pub use self::{
     time::retry::RetryPolicy,
 };
 #[cfg(feature = "duties")]
-pub use self::{outbox::rules::policy::DeadPolicy, store::Store};
+pub use self::{outbox::hint::announce, outbox::rules::policy::DeadPolicy, store::Store};
 pub use async_trait::async_trait;
 #[cfg(feature = "email")]
 pub use email::sender;

@@ -45,7 +45,8 @@ pub use self::{
     base::{Base, StoreOptions},
     schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity},
 };
-pub use crate::outbox::enqueue::{Enqueue, NewEmail, commit, enqueue, enqueue_all, hint};
+pub use crate::outbox::enqueue::{Enqueue, NewEmail, commit, enqueue, enqueue_all};
+pub use crate::outbox::hint::hint;
 #[cfg(feature = "duties")]
 pub use crate::{
     email::port::{EmailOutcome, EmailToSend, Mailbox},

@@ -76,9 +76,11 @@ pub(crate) async fn run<S: Books>(args: Args) -> Result<(), AppError> {
 
     let stop = stop_on_signals()?;
     let mut background = tokio::task::JoinSet::new();
-    if let Some(broker) = &args.broker {
-        background.spawn(relay(store.clone(), broker.clone(), stop.clone()));
-    }
+    match &args.broker {
+        Some(broker) => background.spawn(relay(store.clone(), broker.clone(), stop.clone())),
+        // Another process publishes, and need not wait for its next poll.
+        None => background.spawn(announce(store.clone(), stop.clone())),
+    };
     background.spawn(sweep(engine.clone(), stop.clone()));
     if let (Some(phased), Switch::On) = (&phased, args.recovery) {
         background.spawn(recover(Recovery::new(phased, RecoveryOptions::default(), Health::default()), stop.clone()));
@@ -280,6 +282,10 @@ async fn relay<S: Books>(store: S, broker: String, stop: CancellationToken) {
 }
 
 /// Forgets what nobody was promised any more.
+async fn announce<S: Books>(store: S, stop: CancellationToken) {
+    oncebox::announce(&store, &stop).await;
+}
+
 async fn sweep<S: Books>(engine: Engine<S>, stop: CancellationToken) {
     while stop.run_until_cancelled(tokio::time::sleep(SWEEP)).await.is_some() {
         if let Err(error) = engine.sweep(1_000).await {

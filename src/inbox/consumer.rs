@@ -51,6 +51,7 @@ use crate::error::{BrokerError, StoreError};
 use crate::inbox::port::waiting::Scope;
 use crate::inbox::port::{ConsumerId, ConsumerSpec};
 use crate::observe::{self, Health, PartState};
+use crate::outbox::hint;
 use crate::store::{Duties, Store};
 
 pub use self::{
@@ -170,6 +171,10 @@ impl Consumer {
         let stored_rows = shared
             .keep_up("look at stored messages", &beside, move |shared, stop| stored_rows::run(shared, consumer, stop));
         let presence = shared.keep_up("presence", &beside, move |shared, stop| presence::run(shared, consumer, stop));
+        // What handlers enqueue is published by another process.
+        let announcer = shared.keep_up("announcer", &beside, |shared, stop| async move {
+            hint::announce(&*shared.store, &stop).await;
+        });
         let mut end = Ok(ConsumerEnd::Stopped);
         let serve = async {
             end = shared.serve(consumer, &stop).await;
@@ -187,7 +192,7 @@ impl Consumer {
         };
         tokio::select! {
             biased;
-            _ = async { tokio::join!(serve, retriers, purge, stored_rows, presence) } => {}
+            _ = async { tokio::join!(serve, retriers, purge, stored_rows, presence, announcer) } => {}
             () = deadline => {
                 tracing::warn!(consumer = %shared.options.name, ?grace, "not all was handed back within the grace of the stop; it comes again");
             }

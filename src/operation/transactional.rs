@@ -416,7 +416,7 @@ impl Execution {
         match tx.commit().await {
             Ok(()) => {
                 if sent.enqueued {
-                    crate::outbox::enqueue::hint();
+                    crate::outbox::hint::hint();
                 }
                 Tried::Done(reply)
             }

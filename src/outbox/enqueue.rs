@@ -4,12 +4,10 @@
 //! same limits as in the SQL doors; a message or an e-mail exists exactly when the caller's
 //! transaction committed (G1). Not here: the statements, which each database has its own.
 
-use std::sync::LazyLock;
-
 use sqlx::{Database, Transaction};
-use tokio::sync::Notify;
 use uuid::Uuid;
 
+use super::hint::hint;
 use crate::error::StoreError;
 use crate::message::NewMessage;
 
@@ -81,16 +79,8 @@ pub async fn enqueue_all<C: Enqueue>(connection: &mut C, messages: Vec<NewMessag
     connection.write(messages).await
 }
 
-static HINT: LazyLock<Notify> = LazyLock::new(Notify::new);
-
-/// Waits for the next hint that this process committed messages. A lost hint only delays until the
-/// next poll.
-pub(crate) async fn enqueued() {
-    HINT.notified().await;
-}
-
-/// Commits and gives a relay in the same process a hint, so that it need not wait for its next
-/// poll.
+/// Commits, and gives a hint to a relay in this process, and to those of other processes where a
+/// task announces it. So they need not wait for their next poll.
 ///
 /// # Errors
 /// [`StoreError::CommitUnknown`] where the connection was lost during COMMIT: read whether your
@@ -104,11 +94,6 @@ pub async fn commit<Db: Database>(transaction: Transaction<'_, Db>) -> Result<()
         hint();
     }
     outcome
-}
-
-/// Tells a relay in this process that messages were committed.
-pub fn hint() {
-    HINT.notify_one();
 }
 
 /// Converts an error of COMMIT: after a lost connection the outcome is unknown.

@@ -184,6 +184,25 @@ pub struct OperatorRequest {
 /// beside its round trip.
 #[async_trait]
 pub trait Outbox: Debug + Send + Sync {
+    /// Tells every process that listens that messages were committed. False where the database has
+    /// no such means, and never will.
+    ///
+    /// # Cancel safety
+    /// A dropped call may have told them.
+    async fn announce_commits(&self) -> Result<bool, StoreError> {
+        Ok(false)
+    }
+
+    /// Calls `heard` once it listens, and after each announcement, until the connection ends. It
+    /// never returns where the database has no such means.
+    ///
+    /// # Cancel safety
+    /// Safe.
+    async fn hear_commits(&self, heard: fn()) -> Result<(), StoreError> {
+        let _ = heard;
+        std::future::pending().await
+    }
+
     /// Takes the lease of a shard in one synchronous transaction, or says who has it, or that there
     /// is no such shard. When a lease has expired is what `time::lease` decides. The same owner can
     /// take its own lease again at once.

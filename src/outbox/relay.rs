@@ -30,6 +30,7 @@ use tokio_util::sync::CancellationToken;
 use crate::broker::{Broker, Publisher};
 use crate::error::{BrokerError, StoreError};
 use crate::observe::{self, Health, PartState};
+use crate::outbox::hint;
 use crate::outbox::port::{Diversion, LeaseAnswer, LeaseRequest, Outbox, RelaySession};
 use crate::outbox::rules::isolate::Isolation;
 use crate::time::pace::{Pace, sleep_unless};
@@ -146,6 +147,7 @@ impl Relay {
         };
         tokio::select! {
             ended = self.sessions(&stop) => ended,
+            () = hint::listen(&*self.store) => Ok(RelayEnd::Stopped),
             // A database or broker that does not answer, or a client that does not end, cannot
             // delay the stop further. The lease runs out, and rows that are not marked are sent
             // again.

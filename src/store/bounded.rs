@@ -194,6 +194,13 @@ impl<Db: Remote> BoundedPool<Db> {
         Ok(connection)
     }
 
+    /// A pool of one connection to the same server, beside this one.
+    #[cfg(all(feature = "duties", feature = "postgres"))]
+    pub(super) fn single(&self) -> sqlx::Pool<Db> {
+        let options = sqlx::pool::PoolOptions::new().max_connections(1).max_lifetime(None).idle_timeout(None);
+        options.acquire_timeout(CONNECT_MAX).connect_lazy_with((*self.pool.connect_options()).clone())
+    }
+
     /// Takes a connection out of the pool for good: it is never returned.
     pub(super) async fn dedicated(&self) -> sqlx::Result<Bounded<Db>> {
         let held = Held::Own(Box::pin(self.pool.acquire()).await?.detach());

@@ -27,6 +27,7 @@ mod beside;
 mod consumer;
 mod failover;
 mod guide;
+mod hints;
 mod horizon;
 mod intake;
 mod kills;

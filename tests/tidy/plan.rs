@@ -22,6 +22,7 @@ const ROWS: [&[&[&str]]; 10] = [
         &["store/schema", "store/statements"],
         &["store/base"],
         &["outbox/enqueue", "operation/port"],
+        &["outbox/hint"],
         &["outbox/port", "email/port"],
         &["inbox/port"],
     ],

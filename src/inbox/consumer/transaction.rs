@@ -82,7 +82,7 @@ pub(super) async fn commit(
     match tx.commit().await {
         Ok(()) => {
             if enqueued {
-                crate::outbox::enqueue::hint();
+                crate::outbox::hint::hint();
             }
             Ok(None)
         }

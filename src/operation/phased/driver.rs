@@ -514,7 +514,7 @@ impl Driver {
         match tx.commit().await {
             Ok(()) => {
                 self.again = 0;
-                crate::outbox::enqueue::hint();
+                crate::outbox::hint::hint();
             }
             // The next read shows whether the commit took effect.
             Err(error @ StoreError::CommitUnknown(_)) => {

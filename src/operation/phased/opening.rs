@@ -172,7 +172,7 @@ impl Opening {
             return self.ended_by_itself(new, begin, &driven, moved.0).await;
         }
         match tx.commit().await {
-            Ok(()) => crate::outbox::enqueue::hint(),
+            Ok(()) => crate::outbox::hint::hint(),
             Err(StoreError::CommitUnknown(error)) => {
                 tracing::warn!(operation = %driven.operation_id, %error, "connection lost during the COMMIT of a first phase; looking for the outcome");
                 match Doubt::CommitLost.after(store.find_after_lost_commit(&begin.claim, begin.basis()).await) {

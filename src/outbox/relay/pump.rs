@@ -582,7 +582,7 @@ impl<'a> Pump<'a> {
         let outcome = tokio::select! {
             outcome = self.publisher.settle(&mut self.settled), if in_flight => outcome,
             () = self.trials.answered() => Ok(()),
-            () = crate::outbox::enqueue::enqueued() => {
+            () = crate::outbox::hint::hinted() => {
                 (self.read_at, self.hinted) = (Instant::now(), true);
                 Ok(())
             }

@@ -9,7 +9,9 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
+use sqlx::postgres::PgListener;
+use sqlx::{AssertSqlSafe, Executor, Postgres, Row, raw_sql};
+use tokio::time::timeout;
 
 use super::connect::{BEGIN, SYNCHRONOUS};
 use super::read::{Bounds, Buckets, read};
@@ -84,6 +86,18 @@ const STILL_HOLDING: &str = "
 select distinct transactionid::text::bigint from pg_locks
  where locktype = 'transactionid' and mode = 'ExclusiveLock' and granted and transactionid::text::bigint = any($1)";
 
+/// The channel of the announcements that messages were committed.
+macro_rules! channel {
+    () => {
+        "oncebox_outbox"
+    };
+}
+
+/// How long a listener hears nothing before it asks whether the server is still there.
+const SILENCE: Duration = Duration::from_secs(30);
+/// How long the answer to that may take.
+const ANSWER: Duration = Duration::from_secs(10);
+
 #[async_trait]
 impl Outbox for PostgresStore {
     async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer, StoreError> {
@@ -130,6 +144,32 @@ impl Outbox for PostgresStore {
         let kept = "select value from oncebox.setting where name = 'outbox_retention_seconds'";
         let seconds: Option<i64> = sqlx::query_scalar(kept).optional(&self.pool).await?;
         Ok(Duration::from_secs(seconds.unwrap_or(0).unsigned_abs()))
+    }
+
+    async fn announce_commits(&self) -> Result<bool, StoreError> {
+        raw_sql(concat!("notify ", channel!())).run(&mut self.pool.acquire().await?).await?;
+        Ok(true)
+    }
+
+    async fn hear_commits(&self, heard: fn()) -> Result<(), StoreError> {
+        // Not of the pool, which may be of one connection.
+        let mut listener = PgListener::connect_with(&self.pool.single()).await?;
+        listener.eager_reconnect(false);
+        listener.listen(channel!()).await?;
+        // What was committed before nobody has announced to it.
+        heard();
+        loop {
+            match timeout(SILENCE, listener.try_recv()).await {
+                Ok(Ok(Some(_))) => heard(),
+                Ok(Ok(None)) => return Err(sqlx::Error::Protocol("the listening connection ended".into()).into()),
+                Ok(Err(error)) => return Err(error.into()),
+                // A server that vanished says nothing for ever.
+                Err(_) => {
+                    let silent = |_| sqlx::Error::Protocol(format!("no answer within {ANSWER:?}"));
+                    timeout(ANSWER, listener.execute("select 1")).await.map_err(silent)??;
+                }
+            }
+        }
     }
 
     async fn shards(&self) -> Result<Vec<i32>, StoreError> {

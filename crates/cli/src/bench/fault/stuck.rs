@@ -15,7 +15,7 @@ use super::SLOW_SHARE;
 use crate::bench::Load;
 use crate::bench::bed::Bed;
 use crate::bench::figure::Figure;
-use crate::bench::latency::{WARM, percentiles, write};
+use crate::bench::latency::{Told, WARM, percentiles, write};
 use crate::bench::watched::{Notes, Watched};
 use crate::bench::work::Maker;
 use crate::bench::yard::Yard;
@@ -113,7 +113,7 @@ async fn times<S: Yard>(bed: &mut Bed<S>, store: &S, load: Load, beside: Beside)
     let relay_stop = stop.clone();
     let relay = tokio::spawn(async move { relay.run(relay_stop).await });
     let committed = async {
-        let warm = write(store, &maker, WARM, true).await?;
+        let warm = write(store, &maker, WARM, Told::Here).await?;
         proven(&watched, &warm).await;
         if let Beside::Stuck(stuck) = beside {
             let mut tx = store.pool().begin().await.map_err(StoreError::from)?;
@@ -123,11 +123,11 @@ async fn times<S: Yard>(bed: &mut Bed<S>, store: &S, load: Load, beside: Beside)
         }
         let others = async {
             match &other {
-                Some(other) => write(store, &Maker::new(other, load), load.messages, true).await.map(drop),
+                Some(other) => write(store, &Maker::new(other, load), load.messages, Told::Here).await.map(drop),
                 None => Ok(()),
             }
         };
-        let (committed, others) = tokio::join!(write(store, &maker, load.messages, true), others);
+        let (committed, others) = tokio::join!(write(store, &maker, load.messages, Told::Here), others);
         others?;
         let committed = committed?;
         proven(&watched, &committed).await;

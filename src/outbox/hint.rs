@@ -1,0 +1,87 @@
+//! Hints that messages were committed: a relay that hears one need not wait for its next poll.
+//!
+//! Promise: a hint changes only when the next read begins. A lost one delays that read until the
+//! next poll. No hint is a part of the transaction that it is about: a NOTIFY in it would make the
+//! commits of PostgreSQL wait for each other.
+
+use tokio::sync::Notify;
+#[cfg(feature = "duties")]
+use {
+    super::port::Outbox,
+    crate::time::pace::{Pace, sleep_unless},
+    std::time::Duration,
+    tokio_util::sync::CancellationToken,
+};
+
+/// For the relay of this process.
+static HERE: Notify = Notify::const_new();
+/// For the task that tells other processes.
+static ELSEWHERE: Notify = Notify::const_new();
+
+/// How often other processes are told at most.
+#[cfg(feature = "duties")]
+const BETWEEN: Duration = Duration::from_millis(1);
+/// How long telling them may take.
+#[cfg(feature = "duties")]
+const ANSWER: Duration = Duration::from_secs(2);
+
+/// Tells that this process committed messages.
+pub fn hint() {
+    HERE.notify_one();
+    ELSEWHERE.notify_one();
+}
+
+/// Waits for the next hint of any process.
+#[cfg(feature = "relay")]
+pub(crate) async fn hinted() {
+    HERE.notified().await;
+}
+
+/// Tells the relays of other processes that this process committed messages, until the stop. Run
+/// one such task in a service whose messages another process publishes; a consumer has one of its
+/// own. It returns at once where the database has no such means: only PostgreSQL does.
+///
+/// It takes a connection of the pool for each hint, at most one for each millisecond.
+///
+/// # Cancel safety
+/// Safe. Without it, a relay of another process finds messages by its polls.
+#[cfg(feature = "duties")]
+pub async fn announce(store: &dyn Outbox, stop: &CancellationToken) {
+    let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
+    loop {
+        tokio::select! {
+            () = ELSEWHERE.notified() => {}
+            () = stop.cancelled() => return,
+        }
+        let pause = match tokio::time::timeout(ANSWER, store.announce_commits()).await {
+            Ok(Ok(false)) => return,
+            Ok(Ok(true)) => {
+                pace.worked();
+                BETWEEN
+            }
+            // The polls of the relay find the messages, and whoever needs the database says so.
+            failed => {
+                tracing::debug!(?failed, "no other process was told of a commit");
+                pace.next_wait()
+            }
+        };
+        if !sleep_unless(stop, pause).await {
+            return;
+        }
+    }
+}
+
+/// Hears what other processes announce, for as long as it is polled.
+#[cfg(feature = "relay")]
+pub(crate) async fn listen(store: &dyn Outbox) {
+    let mut pace = Pace::new(Duration::from_millis(500), Duration::from_secs(30));
+    loop {
+        let began = tokio::time::Instant::now();
+        let ended = store.hear_commits(|| HERE.notify_one()).await;
+        tracing::debug!(?ended, "announcements of other processes are not heard for a moment");
+        if began.elapsed() > Duration::from_secs(60) {
+            pace.worked();
+        }
+        tokio::time::sleep(pace.next_wait()).await;
+    }
+}
