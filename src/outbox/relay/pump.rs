@@ -361,10 +361,12 @@ impl<'a> Pump<'a> {
 
     /// The pause after a read that found nothing. It grows with the time that was quiet so far: so
     /// a quiet outbox is read rarely, and rows that no hint announces wait for about a quarter of
-    /// the time since the ones before them. Where hints come, a read costs more than it finds.
+    /// the time since the ones before them. Where hints come, a read costs more than it finds, and
+    /// is only for rows that nobody announces.
     fn pause(&self, quiet: Duration) -> Duration {
-        let pause = if self.found_by_hint { quiet } else { quiet / 4 };
-        pause.max(self.relay.options.poll_min).min(self.relay.options.poll_max)
+        let (poll_min, poll_max) = (self.relay.options.poll_min, self.relay.options.poll_max);
+        let pause = if self.found_by_hint { quiet.max(5 * poll_min) } else { quiet / 4 };
+        pause.max(poll_min).min(poll_max)
     }
 
     /// Adapts the number of rows of a read to their size, so that a read stays near an eighth of
