@@ -281,11 +281,11 @@ async fn relay<S: Books>(store: S, broker: String, stop: CancellationToken) {
     }
 }
 
-/// Forgets what nobody was promised any more.
 async fn announce<S: Books>(store: S, stop: CancellationToken) {
     oncebox::announce(&store, &stop).await;
 }
 
+/// Forgets what nobody was promised any more.
 async fn sweep<S: Books>(engine: Engine<S>, stop: CancellationToken) {
     while stop.run_until_cancelled(tokio::time::sleep(SWEEP)).await.is_some() {
         if let Err(error) = engine.sweep(1_000).await {

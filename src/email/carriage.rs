@@ -64,7 +64,7 @@ impl EmailTransport {
         match self {
             Self::Files(directory) => write_whole(directory, message_id, bytes).await.map_err(|error| {
                 let error = format!("the file of the e-mail cannot be written: {error}");
-                Failure { error, means: Means::Away }
+                Failure { error, means: Means::NotNow }
             }),
             Self::Smtp(server) => server.send(envelope, bytes, within).await,
         }

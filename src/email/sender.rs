@@ -186,18 +186,31 @@ impl Sender {
 
     async fn send_all(&self, stop: &CancellationToken) -> Result<(), StoreError> {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
+        // Each try may be a login that a server counts as failed.
+        let mut away_pace = Pace::new(Duration::from_millis(500), Duration::from_secs(60));
+        let mut is_away = false;
         let mut hand = Hand::default();
         while !stop.is_cancelled() {
             let step = self.step(&mut hand, stop).await;
+            is_away = match &step {
+                Ok(Step::Away(_)) => true,
+                Ok(Step::Worked | Step::Empty) => false,
+                // The rows that were given back may be with another sender.
+                Ok(Step::Idle) => is_away && !self.store.emails_pending().await.is_ok_and(|pending| pending == 0),
+                Err(_) => is_away,
+            };
             match &step {
                 Ok(Step::Away(why)) => self.health.set(PART, PartState::Waiting(format!("e-mails: {why}"))),
-                Ok(_) => self.health.set(PART, PartState::Ready),
-                Err(_) => {}
+                Ok(_) if !is_away => self.health.set(PART, PartState::Ready),
+                _ => {}
             }
             match step {
-                Ok(Step::Worked) => pace.worked(),
+                Ok(Step::Worked) => {
+                    pace.worked();
+                    away_pace.worked();
+                }
                 Ok(Step::Away(_)) => {
-                    pace.wait(stop).await;
+                    away_pace.wait(stop).await;
                 }
                 Ok(Step::Idle) => {
                     sleep_unless(stop, Duration::from_millis(100)).await;

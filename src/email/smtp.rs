@@ -8,10 +8,11 @@
 //! failed, waits for the answer to its QUIT, and gives a connection on that was given up in the
 //! middle of a dialogue.
 
+use std::error::Error as _;
 use std::fmt::{Display, Formatter};
 use std::time::Duration;
 
-use lettre::address::Envelope;
+use lettre::address::{Address, Envelope};
 use lettre::transport::smtp::authentication::{Credentials, DEFAULT_MECHANISMS};
 use lettre::transport::smtp::client::{AsyncSmtpConnection, Tls, TlsParameters};
 use lettre::transport::smtp::commands::{Data, Mail, Rcpt};
@@ -22,8 +23,9 @@ use tokio::time::timeout;
 use crate::error::redact;
 use crate::text::percent::percent_decode;
 
-/// How long a connect may take.
-const CONNECTING: Duration = Duration::from_secs(20);
+/// How long a connect to one address may take: a second address is tried within the time of an
+/// e-mail.
+const CONNECTING: Duration = Duration::from_secs(6);
 /// How long a server has to answer to QUIT. Then the connection is closed.
 const GOODBYE: Duration = Duration::from_secs(2);
 
@@ -70,7 +72,9 @@ enum Step {
     Connect,
     /// Our own address, which every e-mail has.
     Sender,
-    /// Whatever differs from one e-mail to the next, before its text.
+    /// The same, with parameters that some e-mails need.
+    Parameters,
+    /// The recipients, up to where the text may follow.
     Envelope,
     /// The text of the e-mail, up to the answer that accepts it.
     Text,
@@ -80,8 +84,8 @@ impl Display for Step {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Connect => "at connecting",
-            Self::Sender => "at the sender's address",
-            Self::Envelope => "at the addresses of the e-mail",
+            Self::Sender | Self::Parameters => "at the sender's address",
+            Self::Envelope => "at the recipient's address",
             Self::Text => "at the text",
         })
     }
@@ -92,15 +96,17 @@ impl Step {
     fn cut(self) -> Means {
         match self {
             Self::Connect | Self::Sender => Means::Away,
-            Self::Envelope => Means::NotNow,
+            Self::Parameters | Self::Envelope => Means::NotNow,
             Self::Text => Means::Unknown,
         }
     }
 
     fn failed(self, error: &Error) -> Failure {
-        // The server does not take our credentials: once they are corrected, the same e-mail can be
-        // sent (RFC 4954, 6). It may ask for them for some recipients only.
-        let about_us = error.status().is_some_and(|code| matches!(u16::from(code), 530 | 534 | 535 | 538));
+        // Once our credentials are corrected, the same e-mail can be sent (RFC 4954, 6). Many
+        // servers wait for a recipient before they refuse us by policy, 5.7 (RFC 3463), and some
+        // ask for credentials for some recipients only. So nobody knows whether it is about all.
+        let about_us = error.status().is_some_and(|code| matches!(u16::from(code), 530 | 534 | 535 | 538))
+            || self == Self::Envelope && error.source().is_some_and(|text| text.to_string().starts_with("5.7."));
         let means = match self {
             Self::Envelope | Self::Text if error.is_permanent() && !about_us => Means::Refused,
             Self::Text if error.is_permanent() || error.is_transient() => Means::NotNow,
@@ -194,21 +200,22 @@ async fn hand_over(
     bytes: &[u8],
     step: &mut Step,
 ) -> Result<(), Failure> {
-    let mut addresses = envelope.from().into_iter().chain(envelope.to());
-    let is_beyond_ascii = addresses.any(|address| !AsRef::<str>::as_ref(address).is_ascii());
+    let is_ascii = |address: &Address| AsRef::<str>::as_ref(address).is_ascii();
+    let is_own_plain = envelope.from().is_none_or(is_ascii);
     let mut parameters = Vec::new();
     for (is_needed, extension, parameter) in [
-        (is_beyond_ascii, Extension::SmtpUtfEight, MailParameter::SmtpUtfEight),
+        (!is_own_plain || !envelope.to().iter().all(is_ascii), Extension::SmtpUtfEight, MailParameter::SmtpUtfEight),
         (!bytes.is_ascii(), Extension::EightBitMime, MailParameter::Body(MailBodyParameter::EightBitMime)),
     ] {
         if is_needed && !connection.server_info().supports_feature(extension) {
             let error = format!("the server does not offer {extension}, which this e-mail needs");
-            return Err(Failure { error, means: Means::NotNow });
+            return Err(Failure { error, means: if is_own_plain { Means::NotNow } else { Means::Away } });
         }
         parameters.extend(is_needed.then_some(parameter));
     }
-    *step = if parameters.is_empty() { Step::Sender } else { Step::Envelope };
     let failed = |step: Step| move |error| step.failed(&error);
+    // With parameters it may be about them. Without, it is about our own address.
+    *step = if parameters.is_empty() || !is_own_plain { Step::Sender } else { Step::Parameters };
     connection.command(Mail::new(envelope.from().cloned(), parameters)).await.map_err(failed(*step))?;
     *step = Step::Envelope;
     for recipient in envelope.to() {

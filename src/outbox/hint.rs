@@ -39,9 +39,10 @@ pub(crate) async fn hinted() {
 
 /// Tells the relays of other processes that this process committed messages, until the stop. Run
 /// one such task in a service whose messages another process publishes; a consumer has one of its
-/// own. It returns at once where the database has no such means: only PostgreSQL does.
+/// own. It ends where the database has no such means: only PostgreSQL does.
 ///
-/// It takes a connection of the pool for each hint, at most one for each millisecond.
+/// It takes a connection of the pool for each hint, at most one for each millisecond. A hint does
+/// not say which database was written to: of several such tasks in a process, one takes it.
 ///
 /// # Cancel safety
 /// Safe. Without it, a relay of another process finds messages by its polls.
@@ -53,7 +54,9 @@ pub async fn announce(store: &dyn Outbox, stop: &CancellationToken) {
             () = ELSEWHERE.notified() => {}
             () = stop.cancelled() => return,
         }
-        let pause = match tokio::time::timeout(ANSWER, store.announce_commits()).await {
+        let announcing = tokio::time::timeout(ANSWER, store.announce_commits());
+        let Some(announced) = stop.run_until_cancelled(announcing).await else { return };
+        let pause = match announced {
             Ok(Ok(false)) => return,
             Ok(Ok(true)) => {
                 pace.worked();
@@ -62,6 +65,7 @@ pub async fn announce(store: &dyn Outbox, stop: &CancellationToken) {
             // The polls of the relay find the messages, and whoever needs the database says so.
             failed => {
                 tracing::debug!(?failed, "no other process was told of a commit");
+                ELSEWHERE.notify_one();
                 pace.next_wait()
             }
         };
@@ -75,13 +79,23 @@ pub async fn announce(store: &dyn Outbox, stop: &CancellationToken) {
 #[cfg(feature = "relay")]
 pub(crate) async fn listen(store: &dyn Outbox) {
     let mut pace = Pace::new(Duration::from_millis(500), Duration::from_secs(30));
+    let mut failed = 0;
     loop {
-        let began = tokio::time::Instant::now();
-        let ended = store.hear_commits(|| HERE.notify_one()).await;
-        tracing::debug!(?ended, "announcements of other processes are not heard for a moment");
-        if began.elapsed() > Duration::from_secs(60) {
-            pace.worked();
-        }
-        tokio::time::sleep(pace.next_wait()).await;
+        let pause = match store.hear_commits(|| HERE.notify_one()).await {
+            Ok(()) => {
+                pace.worked();
+                failed = 0;
+                Duration::ZERO
+            }
+            Err(error) => {
+                failed += 1;
+                // One may be a server that starts again.
+                if failed == 3 {
+                    tracing::warn!(%error, "commits of other processes are not heard: messages wait for the polls");
+                }
+                pace.next_wait()
+            }
+        };
+        tokio::time::sleep(pause).await;
     }
 }

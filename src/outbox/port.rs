@@ -193,11 +193,11 @@ pub trait Outbox: Debug + Send + Sync {
         Ok(false)
     }
 
-    /// Calls `heard` once it listens, and after each announcement, until the connection ends. It
-    /// never returns where the database has no such means.
+    /// Calls `heard` once it listens, and after each announcement. It returns after a while, to be
+    /// called again, and never where the database has no such means.
     ///
     /// # Cancel safety
-    /// Safe.
+    /// Safe, within a runtime.
     async fn hear_commits(&self, heard: fn()) -> Result<(), StoreError> {
         let _ = heard;
         std::future::pending().await

@@ -25,6 +25,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::broker::{Broker, Publisher};
@@ -145,9 +146,13 @@ impl Relay {
             stop.cancelled().await;
             tokio::time::sleep(self.options.shutdown_grace).await;
         };
+        // A task of its own, because the client of a database may only be dropped in a runtime.
+        // Dropping the set ends it.
+        let mut beside = JoinSet::new();
+        let store = Arc::clone(&self.store);
+        beside.spawn(async move { hint::listen(&*store).await });
         tokio::select! {
             ended = self.sessions(&stop) => ended,
-            () = hint::listen(&*self.store) => Ok(RelayEnd::Stopped),
             // A database or broker that does not answer, or a client that does not end, cannot
             // delay the stop further. The lease runs out, and rows that are not marked are sent
             // again.

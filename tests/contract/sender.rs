@@ -130,17 +130,18 @@ async fn a_sender_whose_server_is_away_is_not_ready_until_it_is_back() {
 }
 
 /// Of a refused recipient alone it is known that it is about this e-mail. A server may ask for
-/// credentials for some recipients only. Shown by: holding the sender for any 530.
+/// credentials for some recipients only, and refuse us by policy not before it knows a recipient.
+/// Shown by: holding the sender for any 530; taking every 5xx at a recipient for a refusal.
 #[tokio::test]
 async fn a_refused_recipient_fails_its_e_mail_and_no_other() {
     let world = sqlite().await;
-    let (url, taken) = smtp_at("RCPT", &[550, 530]).await;
+    let (url, taken) = smtp_at("RCPT", &[554, 550, 530]).await;
     queue(&world, "receipt_1", "Receipt").await;
     queue(&world, "receipt_2", "Receipt").await;
     send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
     assert_eq!(taken.lock().unwrap().len(), 1);
     let states = "select state || ' ' || attempts from oncebox_email order by email_id";
-    assert_eq!(world.store.texts(states).await, ["sent 2", "failed 1"]);
+    assert_eq!(world.store.texts(states).await, ["sent 3", "failed 1"]);
 }
 
 /// Shown by: a client that waits for the answer to its QUIT. The e-mail would count as possibly

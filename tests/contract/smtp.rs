@@ -62,6 +62,8 @@ async fn talk(
             return None;
         }
         let answer = match command.as_str() {
+            // A refusal by policy.
+            _ if code == 554 => "554 5.7.1 not now\r\n".to_owned(),
             _ if code >= 400 => format!("{code} not now\r\n"),
             "DATA" => {
                 socket.write_all(b"354 go on\r\n").await.ok()?;

@@ -361,12 +361,11 @@ impl<'a> Pump<'a> {
 
     /// The pause after a read that found nothing. It grows with the time that was quiet so far: so
     /// a quiet outbox is read rarely, and rows that no hint announces wait for about a quarter of
-    /// the time since the ones before them. Where hints come, a read costs more than it finds, and
-    /// is only for rows that nobody announces.
+    /// the time since the ones before them. Where hints come, a read costs more than it finds.
     fn pause(&self, quiet: Duration) -> Duration {
-        let (poll_min, poll_max) = (self.relay.options.poll_min, self.relay.options.poll_max);
-        let pause = if self.found_by_hint { quiet.max(5 * poll_min) } else { quiet / 4 };
-        pause.max(poll_min).min(poll_max)
+        let options = &self.relay.options;
+        let pause = if self.found_by_hint { quiet.max(5 * options.poll_min) } else { quiet / 4 };
+        pause.max(options.poll_min).min(options.poll_max)
     }
 
     /// Adapts the number of rows of a read to their size, so that a read stays near an eighth of

@@ -125,12 +125,17 @@ fn session_settings(handler_timeout: Duration) -> String {
          set default_transaction_read_only = off;
          set idle_in_transaction_session_timeout = {timeout};
          set lock_timeout = {timeout};
-         set tcp_keepalives_idle = 10; set tcp_keepalives_interval = 5; set tcp_keepalives_count = 3;
+         {KEEPALIVE}
          set tcp_user_timeout = {user_timeout};
          {CHECK_CLIENT}
          {SYNCHRONOUS}"
     )
 }
+
+/// The server closes the connection of a host that vanished, and of a process that takes nothing.
+pub(super) const KEEPALIVE: &str =
+    "set tcp_keepalives_idle = 10; set tcp_keepalives_interval = 5; set tcp_keepalives_count = 3;
+         set tcp_user_timeout = '30s';";
 
 /// As `discard all`, but prepared statements stay, because sqlx remembers them.
 const RESET: &str = "close all; reset session authorization; reset role; reset all; unlisten *;

@@ -13,7 +13,7 @@ use sqlx::postgres::PgListener;
 use sqlx::{AssertSqlSafe, Executor, Postgres, Row, raw_sql};
 use tokio::time::timeout;
 
-use super::connect::{BEGIN, SYNCHRONOUS};
+use super::connect::{BEGIN, KEEPALIVE, SYNCHRONOUS};
 use super::read::{Bounds, Buckets, read};
 use super::{PostgresStore, diverted, partitions};
 use crate::error::StoreError;
@@ -95,7 +95,9 @@ macro_rules! channel {
 
 /// How long a listener hears nothing before it asks whether the server is still there.
 const SILENCE: Duration = Duration::from_secs(30);
-/// How long the answer to that may take.
+/// Then it connects anew: after a failover the pool may have moved to another host.
+const LISTENING: Duration = Duration::from_secs(300);
+/// How long an answer may take.
 const ANSWER: Duration = Duration::from_secs(10);
 
 #[async_trait]
@@ -152,24 +154,27 @@ impl Outbox for PostgresStore {
     }
 
     async fn hear_commits(&self, heard: fn()) -> Result<(), StoreError> {
+        let silent = |_| sqlx::Error::Protocol(format!("no answer within {ANSWER:?}"));
         // Not of the pool, which may be of one connection.
         let mut listener = PgListener::connect_with(&self.pool.single()).await?;
         listener.eager_reconnect(false);
-        listener.listen(channel!()).await?;
+        timeout(ANSWER, listener.execute(KEEPALIVE)).await.map_err(silent)??;
+        timeout(ANSWER, listener.listen(channel!())).await.map_err(silent)??;
         // What was committed before nobody has announced to it.
         heard();
-        loop {
+        let began = Instant::now();
+        while began.elapsed() < LISTENING {
             match timeout(SILENCE, listener.try_recv()).await {
                 Ok(Ok(Some(_))) => heard(),
                 Ok(Ok(None)) => return Err(sqlx::Error::Protocol("the listening connection ended".into()).into()),
                 Ok(Err(error)) => return Err(error.into()),
                 // A server that vanished says nothing for ever.
                 Err(_) => {
-                    let silent = |_| sqlx::Error::Protocol(format!("no answer within {ANSWER:?}"));
                     timeout(ANSWER, listener.execute("select 1")).await.map_err(silent)??;
                 }
             }
         }
+        Ok(())
     }
 
     async fn shards(&self) -> Result<Vec<i32>, StoreError> {
