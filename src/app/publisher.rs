@@ -159,8 +159,7 @@ fn relay_all(
     })
 }
 
-/// Declares the exchange of RabbitMQ, and reads the shards. Waits for a broker or a database that
-/// is away.
+/// Declares the exchange of RabbitMQ, and reads the shards. Waits while broker or database is away.
 async fn shards(
     store: &Arc<dyn Duties>,
     broker: &AnyBroker,

@@ -191,31 +191,30 @@ impl Sender {
         let mut is_away = false;
         let mut hand = Hand::default();
         while !stop.is_cancelled() {
-            let step = self.step(&mut hand, stop).await;
-            is_away = match &step {
-                Ok(Step::Away(_)) => true,
-                Ok(Step::Worked | Step::Empty) => false,
-                // The rows that were given back may be with another sender.
-                Ok(Step::Idle) => is_away && !self.store.emails_pending().await.is_ok_and(|pending| pending == 0),
-                Err(_) => is_away,
-            };
-            match &step {
-                Ok(Step::Away(why)) => self.health.set(PART, PartState::Waiting(format!("e-mails: {why}"))),
-                Ok(_) if !is_away => self.health.set(PART, PartState::Ready),
-                _ => {}
-            }
-            match step {
+            match self.step(&mut hand, stop).await {
                 Ok(Step::Worked) => {
+                    is_away = false;
+                    self.health.set(PART, PartState::Ready);
                     pace.worked();
                     away_pace.worked();
                 }
-                Ok(Step::Away(_)) => {
+                Ok(Step::Away(why)) => {
+                    is_away = true;
+                    self.health.set(PART, PartState::Waiting(format!("e-mails: {why}")));
                     away_pace.wait(stop).await;
                 }
                 Ok(Step::Idle) => {
+                    // The rows that were given back may be with another sender.
+                    is_away = is_away && !self.store.emails_pending().await.is_ok_and(|pending| pending == 0);
+                    if !is_away {
+                        self.health.set(PART, PartState::Ready);
+                    }
                     sleep_unless(stop, Duration::from_millis(100)).await;
                 }
-                Ok(Step::Empty) => break,
+                Ok(Step::Empty) => {
+                    self.health.set(PART, PartState::Ready);
+                    break;
+                }
                 Err(error) if error.is_transient() => {
                     self.health.set(PART, PartState::Waiting(format!("database: {error}")));
                     pace.wait(stop).await;

@@ -1,12 +1,11 @@
 //! One dialogue with an SMTP server, on a connection of its own.
 //!
-//! Promise: a failure says whose it is, that of the way to the server, which every e-mail would
-//! have, or that of this e-mail; and whether the server may have accepted the e-mail all the same
-//! (O28). What becomes of the QUIT changes nothing.
+//! Promise: a failure says whether every e-mail would fail (the server cannot be reached, or
+//! refuses us) or only this one. It also says whether the server may have accepted the e-mail.
+//! Nobody waits for the answer to QUIT.
 //!
-//! The commands stand here, because the transport of the client library does not tell which of them
-//! failed, waits for the answer to its QUIT, and gives a connection on that was given up in the
-//! middle of a dialogue.
+//! The commands stand here, because the client library's transport does not tell which of them
+//! failed, waits for the answer to QUIT, and uses a connection again whose dialogue was given up.
 
 use std::error::Error as _;
 use std::fmt::{Display, Formatter};
@@ -23,8 +22,7 @@ use tokio::time::timeout;
 use crate::error::redact;
 use crate::text::percent::percent_decode;
 
-/// How long a connect to one address may take: a second address is tried within the time of an
-/// e-mail.
+/// How long a connect to one address may take. It leaves time to try the next address.
 const CONNECTING: Duration = Duration::from_secs(6);
 /// How long a server has to answer to QUIT. Then the connection is closed.
 const GOODBYE: Duration = Duration::from_secs(2);
@@ -105,10 +103,10 @@ impl Step {
         // Once our credentials are corrected, the same e-mail can be sent (RFC 4954, 6). Many
         // servers wait for a recipient before they refuse us by policy, 5.7 (RFC 3463), and some
         // ask for credentials for some recipients only. So nobody knows whether it is about all.
-        let about_us = error.status().is_some_and(|code| matches!(u16::from(code), 530 | 534 | 535 | 538))
+        let may_be_us = error.status().is_some_and(|code| matches!(u16::from(code), 530 | 534 | 535 | 538))
             || self == Self::Envelope && error.source().is_some_and(|text| text.to_string().starts_with("5.7."));
         let means = match self {
-            Self::Envelope | Self::Text if error.is_permanent() && !about_us => Means::Refused,
+            Self::Envelope | Self::Text if error.is_permanent() && !may_be_us => Means::Refused,
             Self::Text if error.is_permanent() || error.is_transient() => Means::NotNow,
             step => step.cut(),
         };
@@ -154,8 +152,7 @@ impl SmtpServer {
     /// Sends the bytes once. `within` limits the whole dialogue.
     ///
     /// # Cancel safety
-    /// If the future is dropped, the connection is closed, and it is unknown whether the e-mail was
-    /// sent.
+    /// If the future is dropped, the connection is closed, and the e-mail may have been sent.
     pub(super) async fn send(&self, envelope: &Envelope, bytes: &[u8], within: Duration) -> Result<(), Failure> {
         let mut step = Step::Connect;
         timeout(within, self.talk(envelope, bytes, &mut step)).await.unwrap_or_else(|_| {

@@ -513,9 +513,10 @@ fn stop_unreadable(config: &KafkaConfig, shared: &PollerState, error: &KafkaErro
 /// still do, or where that is not known.
 fn unreadable_is_over(config: &KafkaConfig, shared: &PollerState) -> Option<String> {
     let stopped = shared.assignment().nexts(true);
-    if !stopped.is_empty() {
-        shared.hand_over();
+    if stopped.is_empty() {
+        return None;
     }
+    shared.hand_over();
     let found = unreadable::find(config, &stopped, || shared.is_closing())?;
     let (topic, partition, _) = stopped.iter().find(|one| !found.iter().any(|(still, _)| still == *one))?;
     Some(format!("a record of {topic}/{partition} that could not be read can be read now, or is deleted"))

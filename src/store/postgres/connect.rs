@@ -132,10 +132,9 @@ fn session_settings(handler_timeout: Duration) -> String {
     )
 }
 
-/// The server closes the connection of a host that vanished, and of a process that takes nothing.
+/// The server closes the connection of a host that vanished.
 pub(super) const KEEPALIVE: &str =
-    "set tcp_keepalives_idle = 10; set tcp_keepalives_interval = 5; set tcp_keepalives_count = 3;
-         set tcp_user_timeout = '30s';";
+    "set tcp_keepalives_idle = 10; set tcp_keepalives_interval = 5; set tcp_keepalives_count = 3;";
 
 /// As `discard all`, but prepared statements stay, because sqlx remembers them.
 const RESET: &str = "close all; reset session authorization; reset role; reset all; unlisten *;

@@ -95,7 +95,7 @@ macro_rules! channel {
 
 /// How long a listener hears nothing before it asks whether the server is still there.
 const SILENCE: Duration = Duration::from_secs(30);
-/// Then it connects anew: after a failover the pool may have moved to another host.
+/// How long it keeps one connection: after a failover the pool may have moved to another host.
 const LISTENING: Duration = Duration::from_secs(300);
 /// How long an answer may take.
 const ANSWER: Duration = Duration::from_secs(10);
@@ -158,7 +158,9 @@ impl Outbox for PostgresStore {
         // Not of the pool, which may be of one connection.
         let mut listener = PgListener::connect_with(&self.pool.single()).await?;
         listener.eager_reconnect(false);
-        timeout(ANSWER, listener.execute(KEEPALIVE)).await.map_err(silent)??;
+        // The server also closes the connection of a process that takes nothing.
+        let settings = AssertSqlSafe(format!("{KEEPALIVE} set tcp_user_timeout = '30s'"));
+        timeout(ANSWER, listener.execute(settings)).await.map_err(silent)??;
         timeout(ANSWER, listener.listen(channel!())).await.map_err(silent)??;
         // What was committed before nobody has announced to it.
         heard();
