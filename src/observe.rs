@@ -22,7 +22,7 @@ pub(crate) use health::Trouble;
 pub(crate) use operations::{Forgotten, Noted, forgotten, noted, operation_starts, operations_stand};
 use record::{counter, gauge, histogram, metrics_table};
 #[cfg(feature = "metrics")]
-pub use table::{Kind, Metric};
+use table::Metric;
 
 metrics_table! {
     PUBLISHED "oncebox_published_total" Counter Count "broker" "messages that the broker has proven to have";
@@ -107,7 +107,7 @@ impl DeliveryOutcome {
 
 /// Every metric of the programs.
 #[cfg(feature = "metrics")]
-pub fn metrics() -> impl Iterator<Item = &'static Metric> {
+fn metrics() -> impl Iterator<Item = &'static Metric> {
     let all = METRICS.iter();
     #[cfg(feature = "operations")]
     let all = all.chain(operations::METRICS);
@@ -250,6 +250,7 @@ pub(crate) fn email(outcome: &'static str) {
 #[cfg(all(test, feature = "metrics", feature = "operations"))]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use super::table::Kind;
     use super::*;
 
     #[test]

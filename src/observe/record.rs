@@ -14,7 +14,14 @@ macro_rules! metrics_table {
         #[cfg(feature = "metrics")]
         pub(super) const METRICS: &[$crate::observe::table::Metric] = {
             use $crate::observe::table::{Kind, Metric, Unit};
-            &[$(Metric { name: $name, kind: Kind::$kind, unit: Unit::$unit, labels: $labels, about: $about },)*]
+            &[$(Metric {
+                name: $name,
+                kind: Kind::$kind,
+                unit: Unit::$unit,
+                #[cfg(test)]
+                labels: $labels,
+                about: $about,
+            },)*]
         };
     };
 }

@@ -4,7 +4,7 @@ pub(super) use metrics::Unit;
 
 /// The kind of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub(crate) enum Kind {
     /// A number that only rises while the process runs.
     Counter,
     /// A value that may rise and fall.
@@ -15,14 +15,16 @@ pub enum Kind {
 
 /// A metric: its name, kind, unit and labels, and why an operator needs it.
 #[derive(Debug, Clone, Copy)]
-pub struct Metric {
+pub(crate) struct Metric {
     /// The full name, for example `oncebox_published_total`.
     pub name: &'static str,
     /// Whether it is a counter, a gauge or a histogram.
     pub kind: Kind,
     /// The unit of its value: a count, or seconds.
     pub unit: Unit,
-    /// The names of its labels, separated by commas; empty if it has none.
+    /// The names of its labels, separated by commas; empty if it has none. A recorder is not told
+    /// them, but the test of the alerts asks.
+    #[cfg(test)]
     pub labels: &'static str,
     /// Why an operator needs it.
     pub about: &'static str,
