@@ -112,50 +112,38 @@ pub fn require_apart(consumers: &[ConsumerSettings], broker_url: &str) -> Result
     Ok(())
 }
 
-/// Choices for one start of the consumers that are not settings.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct ConsumerStart {
-    /// End after nothing came for this long, once all consumers have caught up.
-    pub until_idle: Option<Duration>,
-    /// Accept an id rule that is not the one that a consumer started with (R31).
-    pub accept_id_rule: bool,
-}
-
-/// Runs the consumers of the settings until the stop, or until all are idle if `start` says so.
-pub(crate) async fn run_consumers(
-    settings: &Settings,
-    start: ConsumerStart,
-    health: Health,
-    stop: CancellationToken,
-) -> Result<(), AppError> {
-    let run = Run { settings, start, health, stop };
-    crate::with_store_type!(&settings.database.url.0, |S| run.with::<S>(HandlersByConsumer::new()).await)
-}
-
-/// Runs consumers with handlers in Rust until the stop, or until all are idle if `start` says so.
-/// The database URL must name their store.
+/// Runs consumers with handlers in Rust until the stop. The database URL must name their store.
 ///
 /// # Errors
 /// An error that a person must repair.
 pub async fn run_consumers_with<S: Store>(
     settings: &Settings,
     handlers: HandlersByConsumer<S>,
-    start: ConsumerStart,
     health: Health,
     stop: CancellationToken,
 ) -> Result<(), AppError> {
-    Run { settings, start, health, stop }.with(handlers).await
+    Run { settings, until_idle: None, accept_id_rule: false, health, stop }.with(handlers).await
 }
 
-struct Run<'a> {
-    settings: &'a Settings,
-    start: ConsumerStart,
-    health: Health,
-    stop: CancellationToken,
+/// One run of the consumers of a process.
+#[derive(Debug)]
+pub(super) struct Run<'a> {
+    pub(super) settings: &'a Settings,
+    /// End after nothing came for this long, once all consumers have caught up.
+    pub(super) until_idle: Option<Duration>,
+    /// Accept an id rule that is not the one that a consumer started with (R31).
+    pub(super) accept_id_rule: bool,
+    pub(super) health: Health,
+    pub(super) stop: CancellationToken,
 }
 
 impl Run<'_> {
-    async fn with<S: Store>(self, handlers: HandlersByConsumer<S>) -> Result<(), AppError> {
+    /// With the handlers of the configuration alone, on the store that it names.
+    pub(super) async fn configured(self) -> Result<(), AppError> {
+        crate::with_store_type!(&self.settings.database.url.0, |S| self.with::<S>(HandlersByConsumer::new()).await)
+    }
+
+    pub(super) async fn with<S: Store>(self, handlers: HandlersByConsumer<S>) -> Result<(), AppError> {
         let (consumers, mut handlers) = handlers.beside(&self.settings.consumer)?;
         if consumers.is_empty() {
             return Err(AppError::usage(
@@ -166,8 +154,8 @@ impl Run<'_> {
         let mut options = Vec::new();
         for consumer in &consumers {
             let mut one = consumer.options(S::HAS_ONE_WRITER, self.settings.shutdown_grace).map_err(AppError::usage)?;
-            one.until_idle = self.start.until_idle;
-            one.accept_id_rule = self.start.accept_id_rule;
+            one.until_idle = self.until_idle;
+            one.accept_id_rule = self.accept_id_rule;
             one.redrive_age_max = self.settings.publisher.redrive_age_max.0;
             options.push((consumer, one));
         }
@@ -189,7 +177,7 @@ impl Run<'_> {
         for (settings, options) in options {
             let handlers = match handlers.remove(&settings.name) {
                 Some(handlers) => handlers,
-                None => self.configured::<S>(&store, settings).await?,
+                None => self.handlers_of::<S>(&store, settings).await?,
             };
             let consumer =
                 Consumer::new(store.clone(), AnyBroker::clone(&broker), handlers, options, self.health.clone());
@@ -205,7 +193,7 @@ impl Run<'_> {
             }
         }
         beside.end().await?;
-        if outcome.is_ok() && self.start.until_idle.is_some() && !self.stop.is_cancelled() {
+        if outcome.is_ok() && self.until_idle.is_some() && !self.stop.is_cancelled() {
             for consumer in duties.status().await?.consumers {
                 if consumer.waiting + consumer.dead > 0 {
                     tracing::warn!(consumer = %consumer.name, waiting = consumer.waiting, dead = consumer.dead, "idle, but messages wait or are dead; see `oncebox dead list`");
@@ -217,7 +205,7 @@ impl Run<'_> {
     }
 
     /// The handlers of the configuration. Waits for a database that went away meanwhile.
-    async fn configured<S: Store>(&self, store: &S, settings: &ConsumerSettings) -> Result<Handlers<S>, AppError> {
+    async fn handlers_of<S: Store>(&self, store: &S, settings: &ConsumerSettings) -> Result<Handlers<S>, AppError> {
         let mut handlers = Handlers::new();
         if settings.on.is_empty() {
             return Err(AppError::usage(format!(

@@ -10,7 +10,7 @@ use futures_util::future::BoxFuture;
 use tokio_util::sync::CancellationToken;
 
 use super::config::Settings;
-use super::consumer::{ConsumerStart, HandlersByConsumer, run_consumers, run_consumers_with};
+use super::consumer::{HandlersByConsumer, Run};
 use super::exit::AppError;
 use super::listen::listen;
 use super::program::{CommonArgs, run};
@@ -74,10 +74,6 @@ pub struct ConsumerArgs {
 }
 
 impl ConsumerArgs {
-    fn start(&self) -> ConsumerStart {
-        ConsumerStart { until_idle: self.until_idle, accept_id_rule: self.accept }
-    }
-
     /// Runs the program with the handlers of the configuration.
     ///
     /// # Errors
@@ -86,7 +82,7 @@ impl ConsumerArgs {
         // Boxed, so that this code is compiled with the library and not again in each program.
         Box::pin(async move {
             let (settings, health, stop) = start("consumer", self.listen, common).await?;
-            run_consumers(&settings, self.start(), health, stop).await
+            self.of(&settings, health, stop).configured().await
         })
     }
 
@@ -100,7 +96,11 @@ impl ConsumerArgs {
         handlers: HandlersByConsumer<S>,
     ) -> Result<(), AppError> {
         let (settings, health, stop) = start("consumer", self.listen, common).await?;
-        run_consumers_with(&settings, handlers, self.start(), health, stop).await
+        self.of(&settings, health, stop).with(handlers).await
+    }
+
+    fn of(self, settings: &Settings, health: Health, stop: CancellationToken) -> Run<'_> {
+        Run { settings, until_idle: self.until_idle, accept_id_rule: self.accept, health, stop }
     }
 }
 

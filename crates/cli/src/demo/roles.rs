@@ -11,7 +11,7 @@ use uuid::Uuid;
 use super::stage::Names;
 use crate::common::{CommonArgs, failed};
 use oncebox::app::config::Settings;
-use oncebox::app::{AppError, ConsumerStart, HandlersByConsumer, run_consumers_with, stop_on_signals};
+use oncebox::app::{AppError, HandlersByConsumer, run_consumers_with, stop_on_signals};
 use oncebox::error::HandlerError;
 use oncebox::message::{Message, NewMessage};
 use oncebox::observe::Health;
@@ -80,7 +80,7 @@ async fn play<S: Store>(RoleArgs { tag, role }: RoleArgs, mut settings: Settings
     // Only the consumers of the demo run.
     settings.consumer.clear();
     let handlers = HandlersByConsumer::new().consumer(&names.consumer(consumer), [names.topic()], handlers);
-    run_consumers_with::<S>(&settings, handlers, ConsumerStart::default(), Health::default(), stop).await
+    run_consumers_with::<S>(&settings, handlers, Health::default(), stop).await
 }
 
 /// Takes payments one by one: business row and message in one transaction, over many accounts.

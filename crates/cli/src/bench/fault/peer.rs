@@ -19,7 +19,7 @@ use crate::bench::yard::Yard;
 use crate::common::CommonArgs;
 use crate::place;
 use oncebox::app::config::{Settings, Span};
-use oncebox::app::{AppError, ConsumerStart, HandlersByConsumer, run_consumers_with, stop_on_signals};
+use oncebox::app::{AppError, HandlersByConsumer, run_consumers_with, stop_on_signals};
 use oncebox::error::HandlerError;
 use oncebox::message::Message;
 use oncebox::observe::Health;
@@ -61,7 +61,7 @@ async fn play<S: Yard>(args: PeerArgs, mut settings: Settings) -> Result<(), App
     let handlers = Handlers::<S>::new().on(KIND, halting);
     let handlers = HandlersByConsumer::new().consumer(&name, [topic], handlers);
     let stop = stop_on_signals()?;
-    let consume = run_consumers_with::<S>(&settings, handlers, ConsumerStart::default(), Health::default(), stop);
+    let consume = run_consumers_with::<S>(&settings, handlers, Health::default(), stop);
     let say = async {
         halted.notified().await;
         data!("{HALTED}");
