@@ -188,7 +188,7 @@ pub use email::sender;
 pub use inbox::{
     consumer::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Unhandled},
     handler::{BatchMessageHandler, HandlerTx, MessageHandler},
-    sql_handler::{SqlHandler, SqlSpec, SqlSpecError},
+    sql_handler::{SqlHandler, SqlSpec},
 };
 #[cfg(feature = "relay")]
 pub use outbox::relay::{Relay, RelayEnd, RelayError, RelayOptions};

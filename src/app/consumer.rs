@@ -14,7 +14,7 @@ use super::connect::{AnyBroker, Wait, open_broker};
 use super::exit::AppError;
 use super::publisher::{close, ready};
 use crate::inbox::consumer::{Consumer, Handlers};
-use crate::inbox::sql_handler::{SqlHandler, SqlSpecError};
+use crate::inbox::sql_handler::SqlHandler;
 use crate::observe::Health;
 use crate::store::Store;
 use crate::store::base::StoreOptions;
@@ -225,9 +225,7 @@ impl Run<'_> {
             let handler = loop {
                 match SqlHandler::prepare(store, spec.clone()).await {
                     Ok(handler) => break handler,
-                    Err(SqlSpecError::Refused { error, .. }) if error.is_transient() => {
-                        wait.on(&error.to_string()).await?;
-                    }
+                    Err(error) if error.is_transient() => wait.on(&error.to_string()).await?,
                     Err(error) => {
                         let of =
                             on.kind.as_ref().map_or_else(|| "every other kind".to_owned(), |kind| format!("`{kind}`"));

@@ -31,55 +31,6 @@ pub struct SqlSpec {
     pub optional: Vec<String>,
 }
 
-/// Why the configuration cannot be used.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum SqlSpecError {
-    /// The handler has no statement to run.
-    #[error("the sql handler has no statement")]
-    NoStatement,
-    /// A statement would commit or roll back its transaction, and with it the effects of other
-    /// messages and the rows that make each of them happen once.
-    #[error(
-        "the statement `{statement}` ends the transaction it runs in ({words}): take it out; what the statements of a handler write is committed together with its message"
-    )]
-    EndsTransaction {
-        /// The statement as it is configured.
-        statement: String,
-        /// Its first words, at most two, such as `ROLLBACK WORK`.
-        words: String,
-    },
-    /// A parameter of a statement is not declared.
-    #[error("the statement `{statement}` uses :{name}, which `params` does not name")]
-    Undeclared {
-        /// The name of the parameter, without its colon.
-        name: String,
-        /// The statement that uses it, as it is configured.
-        statement: String,
-    },
-    /// A declared parameter is used nowhere.
-    #[error("the parameter `{0}` is declared and no statement uses it")]
-    Unused(String),
-    /// The source of a parameter is not known.
-    #[error(
-        "the parameter `{name}` reads from `{source_text}`: use a JSON pointer (`/a/b`) or @id, @key, @kind, @topic, @time, @payload, @header:NAME"
-    )]
-    UnknownSource {
-        /// The name of the parameter.
-        name: String,
-        /// The source as it is configured.
-        source_text: String,
-    },
-    /// The server refuses to prepare the statement.
-    #[error("the statement `{statement}` cannot be prepared: {error}")]
-    Refused {
-        /// The statement as it is configured.
-        statement: String,
-        /// The error of the server.
-        error: StoreError,
-    },
-}
-
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Source {
     Pointer(String),
@@ -150,16 +101,22 @@ impl<S: Statements> SqlHandler<S> {
     /// Checks the configuration and prepares each statement on the server.
     ///
     /// # Errors
-    /// [`SqlSpecError`], which names the statement or parameter.
-    pub async fn prepare(store: &S, spec: SqlSpec) -> Result<Self, SqlSpecError> {
+    /// [`StoreError::Refused`], which names the statement or parameter; a transient error as it is.
+    pub async fn prepare(store: &S, spec: SqlSpec) -> Result<Self, StoreError> {
+        let refused = |why: String| Err(StoreError::Refused(why));
         if spec.statements.is_empty() {
-            return Err(SqlSpecError::NoStatement);
+            return refused("the sql handler has no statement".to_owned());
         }
         let mut unused: BTreeSet<&String> = spec.params.keys().collect();
         let (mut statements, mut occurrences) = (Vec::new(), 0);
         for statement in &spec.statements {
             if let Some(words) = ends_transaction(statement, S::dialect()) {
-                return Err(SqlSpecError::EndsTransaction { statement: statement.clone(), words });
+                // It would commit or undo the effects of other messages, and the rows that make each
+                // of them happen once.
+                return refused(format!(
+                    "the statement `{statement}` ends the transaction it runs in ({words}): take it out; what the \
+                     statements of a handler write is committed together with its message"
+                ));
             }
             let pieces = split_named(statement, S::dialect());
             for piece in &pieces {
@@ -167,26 +124,27 @@ impl<S: Statements> SqlHandler<S> {
                 occurrences += 1;
                 unused.remove(name);
                 if !spec.params.contains_key(name) {
-                    return Err(SqlSpecError::Undeclared { name: name.clone(), statement: statement.clone() });
+                    return refused(format!("the statement `{statement}` uses :{name}, which `params` does not name"));
                 }
             }
-            let prepared = store.prepare(&pieces).await;
-            statements.push(prepared.map_err(|error| SqlSpecError::Refused { statement: statement.clone(), error })?);
+            statements.push(store.prepare(&pieces).await.map_err(|error| unprepared(statement, error))?);
         }
-        if let Some(name) = unused.first() {
-            return Err(SqlSpecError::Unused((*name).clone()));
-        }
-        if let Some(name) = spec.optional.iter().find(|name| !spec.params.contains_key(*name)) {
-            return Err(SqlSpecError::Unused(name.clone()));
+        let unknown = spec.optional.iter().find(|name| !spec.params.contains_key(*name));
+        if let Some(name) = unused.first().copied().or(unknown) {
+            return refused(format!("the parameter `{name}` is declared and no statement uses it"));
         }
         let mut sources = BTreeMap::new();
         for (name, text) in spec.params {
-            let source = Source::parse(&text)
-                .ok_or_else(|| SqlSpecError::UnknownSource { name: name.clone(), source_text: text.clone() })?;
+            let Some(source) = Source::parse(&text) else {
+                return refused(format!(
+                    "the parameter `{name}` reads from `{text}`: use a JSON pointer (`/a/b`) or @id, @key, @kind, \
+                     @topic, @time, @payload, @header:NAME"
+                ));
+            };
             sources.insert(name, source);
         }
         let set = store.prepare_set(&statements).await;
-        let set = set.map_err(|error| SqlSpecError::Refused { statement: spec.statements.join("; "), error })?;
+        let set = set.map_err(|error| unprepared(&spec.statements.join("; "), error))?;
         let (occurrences, optional) = (occurrences.max(1), spec.optional.into_iter().collect());
         Ok(Self { statements, set, occurrences, sources, optional })
     }
@@ -253,6 +211,14 @@ impl<S: Store> BatchMessageHandler<S> for SqlHandler<S> {
         }
         Ok(())
     }
+}
+
+/// Why the server does not take the statement. A transient error says nothing about it.
+fn unprepared(statement: &str, error: StoreError) -> StoreError {
+    if error.is_transient() {
+        return error;
+    }
+    StoreError::Refused(format!("the statement `{statement}` cannot be prepared: {error}"))
 }
 
 /// The end of the messages, at least one, that go to the database together. Each parameter that

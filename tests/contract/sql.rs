@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use oncebox::store::Statements;
-use oncebox::{SqlHandler, SqlSpec, SqlSpecError};
+use oncebox::{SqlHandler, SqlSpec};
 use oncebox_testkit::memory::MemoryBroker;
 use uuid::Uuid;
 
@@ -285,8 +285,8 @@ async fn a_missing_value_is_terminal_and_named_and_a_constraint_at_run_time_is_t
     }
 }
 
-async fn refused<S: Sql + Statements>(world: &World<S>, spec: SqlSpec) -> SqlSpecError {
-    SqlHandler::prepare(&world.store, spec).await.unwrap_err()
+async fn refused<S: Sql + Statements>(world: &World<S>, spec: SqlSpec) -> String {
+    SqlHandler::prepare(&world.store, spec).await.unwrap_err().to_string()
 }
 
 // Shown to fail by preparing it: the handler fails behind its insert, the inbox row is rolled back,
@@ -300,7 +300,7 @@ async fn a_table_without_transactions_is_refused_at_start_and_named_on_mariadb()
         for statement in
             ["insert into Plain (x) values (:x)", "update rows_of r join `Plain` p on p.x = r.x set r.x = :x"]
         {
-            let error = refused(&world, spec(statement, &[("x", "/x")], &[])).await.to_string();
+            let error = refused(&world, spec(statement, &[("x", "/x")], &[])).await;
             assert!(error.contains(".Plain stands in MyISAM") && error.contains("engine = InnoDB"), "{error}");
         }
         let good = spec("insert into rows_of (x) values (:x)", &[("x", "/x")], &[]);
@@ -314,10 +314,7 @@ async fn ends_it<S: Sql + Statements>(world: &World<S>, statements: &[&str]) {
         let mut two = spec("insert into effect (text) values (:x)", &[("x", "/x")], &[]);
         two.statements.push((*statement).to_owned());
         let error = refused(world, two).await;
-        assert!(
-            matches!(&error, SqlSpecError::EndsTransaction { statement: named, .. } if named == statement),
-            "{error}"
-        );
+        assert!(error.contains(&format!("`{statement}` ends the transaction")), "{error}");
     }
     let good = spec("insert into effect (no, text) values (:x, 'commit; begin') /* commit */", &[("x", "/x")], &[]);
     SqlHandler::prepare(&world.store, good).await.unwrap();
@@ -341,12 +338,12 @@ async fn a_statement_that_ends_its_transaction_is_refused_at_start_on_every_stor
 async fn mistakes_are_refused_at_start_and_named() {
     let world = sqlite().await;
     let error = refused(&world, spec("insert into nowhere (x) values (:x)", &[("x", "/x")], &[])).await;
-    assert!(matches!(&error, SqlSpecError::Refused { statement, .. } if statement.contains("nowhere")), "{error}");
+    assert!(error.contains("`insert into nowhere (x) values (:x)` cannot be prepared"), "{error}");
     let error = refused(&world, spec("select :x, :y", &[("x", "/x")], &[])).await;
-    assert!(matches!(&error, SqlSpecError::Undeclared { name, .. } if name == "y"), "{error}");
+    assert!(error.contains("uses :y, which `params` does not name"), "{error}");
     let error = refused(&world, spec("select :x", &[("x", "/x"), ("y", "/y")], &[])).await;
-    assert!(matches!(&error, SqlSpecError::Unused(name) if name == "y"), "{error}");
+    assert!(error.contains("`y` is declared and no statement uses it"), "{error}");
     let error = refused(&world, spec("select :x", &[("x", "amount")], &[])).await;
-    assert!(matches!(&error, SqlSpecError::UnknownSource { name, .. } if name == "x"), "{error}");
-    assert!(matches!(refused(&world, SqlSpec::default()).await, SqlSpecError::NoStatement));
+    assert!(error.contains("`x` reads from `amount`"), "{error}");
+    assert!(refused(&world, SqlSpec::default()).await.contains("no statement"));
 }
