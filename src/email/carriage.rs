@@ -23,30 +23,44 @@ use crate::text::hex::hex;
 
 /// Where e-mails are sent to: files or an SMTP server.
 #[derive(Debug, Clone)]
-pub enum EmailTransport {
-    /// One `.eml` file for each e-mail, named by its Message-ID.
+pub struct EmailTransport(Way);
+
+#[derive(Debug, Clone)]
+enum Way {
     Files(PathBuf),
-    /// An SMTP server. Each e-mail has a connection of its own.
     Smtp(Box<SmtpServer>),
 }
 
 impl EmailTransport {
-    /// An SMTP server, by its URL as [`SmtpServer::from_url`] reads it.
+    /// One `.eml` file for each e-mail in this directory, named by its Message-ID.
+    pub fn files(directory: impl Into<PathBuf>) -> Self {
+        Self(Way::Files(directory.into()))
+    }
+
+    /// An SMTP server, as `smtp://USER:PASSWORD@HOST:PORT` or `smtps://..`; each e-mail has a
+    /// connection of its own. With `smtp`, `?tls=required` asks for STARTTLS, and
+    /// `?tls=opportunistic` for STARTTLS where the server has it. The path is the name that EHLO
+    /// gives.
     ///
     /// # Errors
     /// What is wrong with the URL, without its password.
     pub fn smtp(url: &str) -> Result<Self, String> {
-        Ok(Self::Smtp(Box::new(SmtpServer::from_url(url)?)))
+        Ok(Self(Way::Smtp(Box::new(SmtpServer::from_url(url)?))))
+    }
+
+    /// Whether an e-mail that is sent again takes the place of the earlier one.
+    pub(super) fn replaces(&self) -> bool {
+        matches!(self.0, Way::Files(_))
     }
 
     /// Makes the directory, if e-mails go to files, and synchronises it once: where that is not
     /// possible each e-mail would count as not sent, although its file is there.
     pub(crate) fn make(&self) -> Result<(), String> {
-        match self {
-            Self::Files(directory) => std::fs::create_dir_all(directory)
+        match &self.0 {
+            Way::Files(directory) => std::fs::create_dir_all(directory)
                 .and_then(|()| std::fs::File::open(directory)?.sync_all())
                 .map_err(|error| format!("the directory {} cannot be made or used: {error}", directory.display())),
-            Self::Smtp(_) => Ok(()),
+            Way::Smtp(_) => Ok(()),
         }
     }
 
@@ -61,12 +75,12 @@ impl EmailTransport {
         bytes: &[u8],
         within: Duration,
     ) -> Result<(), Failure> {
-        match self {
-            Self::Files(directory) => write_whole(directory, message_id, bytes).await.map_err(|error| {
+        match &self.0 {
+            Way::Files(directory) => write_whole(directory, message_id, bytes).await.map_err(|error| {
                 let error = format!("the file of the e-mail cannot be written: {error}");
                 Failure { error, means: Means::NotNow }
             }),
-            Self::Smtp(server) => server.send(envelope, bytes, within).await,
+            Way::Smtp(server) => server.send(envelope, bytes, within).await,
         }
     }
 }
@@ -124,7 +138,7 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn a_directory_that_cannot_be_synchronised_is_refused_before_any_e_mail() {
-        let refused = EmailTransport::Files("/proc".into()).make();
+        let refused = EmailTransport::files("/proc").make();
         assert!(refused.is_err_and(|why| why.contains("/proc")));
     }
 

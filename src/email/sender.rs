@@ -17,7 +17,6 @@ use lettre::message::Mailbox as Address;
 use tokio_util::sync::CancellationToken;
 
 pub use super::carriage::EmailTransport;
-pub use super::smtp::SmtpServer;
 
 use super::carriage::{address, compose, message_id};
 use super::smtp::{Failure, Means};
@@ -298,11 +297,8 @@ impl Sender {
             Ok(message) => self.transport.carry(&message_id, message.envelope(), &message.formatted(), SENDING).await,
             Err(error) => Err(Failure { error, means: Means::Refused }),
         };
-        let before = match &self.transport {
-            // A file is replaced, so it exists once or not at all.
-            EmailTransport::Files(_) => 0,
-            EmailTransport::Smtp(_) => email.attempt.saturating_sub(1),
-        };
+        // A file is replaced, so it exists once or not at all.
+        let before = if self.transport.replaces() { 0 } else { email.attempt.saturating_sub(1) };
         let (state, failure) = match tried {
             Ok(()) => (Delivery::Sent, None),
             Err(Failure { error, means: Means::Away }) => return Err(error),

@@ -49,7 +49,7 @@ pub(crate) enum Means {
 
 /// An SMTP server, by its URL.
 #[derive(Clone)]
-pub struct SmtpServer {
+pub(super) struct SmtpServer {
     host: String,
     port: u16,
     tls: Tls,
@@ -115,13 +115,8 @@ impl Step {
 }
 
 impl SmtpServer {
-    /// Reads `smtp://USER:PASSWORD@HOST:PORT` or `smtps://..`. With `smtp`, `?tls=required` asks
-    /// for STARTTLS, and `?tls=opportunistic` for STARTTLS where the server has it. The path is the
-    /// name that EHLO gives.
-    ///
-    /// # Errors
-    /// What is wrong with the URL, without its password.
-    pub fn from_url(text: &str) -> Result<Self, String> {
+    /// Reads the URL; an error tells what is wrong with it, without its password.
+    pub(super) fn from_url(text: &str) -> Result<Self, String> {
         let refused = |why: &str| format!("the SMTP URL `{}` cannot be used: {why}", redact(text));
         let url = url::Url::parse(text).map_err(|error| refused(&error.to_string()))?;
         let host = url.host_str().filter(|host| !host.is_empty()).ok_or_else(|| refused("it names no host"))?;

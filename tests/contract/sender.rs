@@ -37,8 +37,8 @@ async fn one_unique_key_is_one_file_and_a_subject_adds_no_header() {
     assert!(!queue(&world, "receipt_1", "again").await, "the unique key is there already");
     assert!(queue(&world, "receipt_2", "Receipt").await);
     let directory = tempfile::tempdir().unwrap();
-    send_all(&world, EmailTransport::Files(directory.path().to_owned())).await;
-    send_all(&world, EmailTransport::Files(directory.path().to_owned())).await;
+    send_all(&world, EmailTransport::files(directory.path())).await;
+    send_all(&world, EmailTransport::files(directory.path())).await;
     let files: Vec<_> = std::fs::read_dir(directory.path()).unwrap().map(|file| file.unwrap().path()).collect();
     assert_eq!(files.len(), 2, "{files:?}");
     for file in files {

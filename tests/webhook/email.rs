@@ -85,7 +85,7 @@ async fn o28_what_did_not_leave_waits_and_what_cannot_be_composed_is_refused() {
 #[tokio::test]
 async fn o28_into_files_an_e_mail_is_there_once_and_a_subject_adds_no_header() {
     let directory = tempfile::tempdir().unwrap();
-    let service = start(EmailTransport::Files(directory.path().join("out")), settings()).await;
+    let service = start(EmailTransport::files(directory.path().join("out")), settings()).await;
     let event = Uuid::now_v7();
     for _ in 0..3 {
         assert_eq!(service.outcome(event, email(TO, "Receipt\r\nBcc: other@example.com")).await, 200);

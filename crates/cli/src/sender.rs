@@ -46,7 +46,7 @@ async fn send<S: Store>(
     let email = &settings.email;
     let transport = match &email.smtp_url {
         Some(url) => EmailTransport::smtp(&url.0).map_err(AppError::usage)?,
-        None => EmailTransport::Files(email.directory.clone()),
+        None => EmailTransport::files(&email.directory),
     };
     let options = SenderOptions {
         attempts_max: email.attempts_max,

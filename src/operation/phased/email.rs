@@ -31,7 +31,6 @@ use serde::{Deserialize, Serialize};
 
 pub use super::sending::delivery;
 pub use crate::email::carriage::EmailTransport;
-pub use crate::email::smtp::SmtpServer;
 
 use super::flow::{Flow, FlowError};
 use super::identity::ProviderKey;
