@@ -11,5 +11,5 @@ pub use self::{
     load::Loaded,
     settings::*,
     template::TEMPLATE,
-    values::{ByteSize, Secret, Span, SpanOrNever, parse_duration},
+    values::{Secret, parse_duration},
 };

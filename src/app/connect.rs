@@ -293,11 +293,11 @@ impl Settings {
         let mut config = crate::broker::kafka::KafkaConfig::from_url(&self.broker.url.0)?;
         config.source.clone_from(&self.publisher.source);
         config.ca_file.clone_from(&self.broker.ca_file);
-        config.in_flight_bytes_max = self.broker.in_flight_bytes_max.0;
+        config.in_flight_bytes_max = self.broker.in_flight_bytes_max;
         config.create_topics = from.create_topics;
         config.partitions = from.partitions;
         config.replication = from.replication;
-        config.session_timeout = from.session_timeout.0;
+        config.session_timeout = from.session_timeout;
         config.properties.clone_from(&from.properties);
         if let Some(mechanism) = &from.sasl_mechanism {
             config.sasl_mechanism = mechanism.parse()?;
@@ -319,7 +319,7 @@ impl Settings {
         let mut config = crate::broker::rabbitmq::RabbitConfig::new(self.broker.url.0.clone());
         config.source.clone_from(&self.publisher.source);
         config.ca_file.clone_from(&self.broker.ca_file);
-        config.in_flight_bytes_max = self.broker.in_flight_bytes_max.0;
+        config.in_flight_bytes_max = self.broker.in_flight_bytes_max;
         config.exchange.clone_from(&from.exchange);
         config.alternate_exchange.clone_from(&from.alternate_exchange);
         config.pipeline_per_key = from.pipeline_per_key;
@@ -335,10 +335,10 @@ async fn embedded(settings: &Settings) -> Result<AnyBroker, AppError> {
     let from = &settings.broker.embedded;
     let mut config = EmbeddedConfig::from_url(&settings.broker.url.0).map_err(wrong_setting)?;
     config.source.clone_from(&settings.publisher.source);
-    config.in_flight_bytes_max = settings.broker.in_flight_bytes_max.0;
+    config.in_flight_bytes_max = settings.broker.in_flight_bytes_max;
     config.partitions = u32::try_from(from.partitions).unwrap_or(0);
-    config.session_timeout = from.session_timeout.0;
-    config.retention = from.retention.duration();
+    config.session_timeout = from.session_timeout;
+    config.retention = from.retention;
     config.validate().map_err(wrong_setting)?;
     Ok(Arc::new(EmbeddedBroker::open(config).await?))
 }

@@ -156,7 +156,7 @@ impl Run<'_> {
             let mut one = consumer.options(S::HAS_ONE_WRITER, self.settings.shutdown_grace).map_err(AppError::usage)?;
             one.until_idle = self.until_idle;
             one.accept_id_rule = self.accept_id_rule;
-            one.redrive_age_max = self.settings.publisher.redrive_age_max.0;
+            one.redrive_age_max = self.settings.publisher.redrive_age_max;
             options.push((consumer, one));
         }
         let broker = open_broker(self.settings).await?;

@@ -111,8 +111,8 @@ impl<S: Statements> SqlHandler<S> {
         let (mut statements, mut occurrences) = (Vec::new(), 0);
         for statement in &spec.statements {
             if let Some(words) = ends_transaction(statement, S::dialect()) {
-                // It would commit or undo the effects of other messages, and the rows that make each
-                // of them happen once.
+                // It would commit or undo the effects of other messages, and the rows that make
+                // each of them happen once.
                 return refused(format!(
                     "the statement `{statement}` ends the transaction it runs in ({words}): take it out; what the \
                      statements of a handler write is committed together with its message"

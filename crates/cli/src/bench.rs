@@ -28,6 +28,8 @@ mod watched;
 mod work;
 mod yard;
 
+use std::time::Duration;
+
 use clap::{Args, Subcommand};
 
 pub(super) use self::fault::{PeerArgs, run_peer};
@@ -37,7 +39,6 @@ use self::figure::Figure;
 use self::yard::Yard;
 use super::common::{CommonArgs, Output};
 use super::place::Place;
-use oncebox::app::config::Span;
 use oncebox::app::{AppError, stop_on_signals};
 
 /// Which part of the system is measured.
@@ -148,7 +149,7 @@ pub(super) async fn run(command: BenchCommand, common: &CommonArgs, output: Outp
     // Faults are made on purpose here, so their warnings are not logged.
     let log = if matches!(command, BenchCommand::Fault(_)) { "error" } else { "warn" };
     let mut place = Place::find("bench", common, None, log)?;
-    place.settings.publisher.lease = Span::seconds(10);
+    place.settings.publisher.lease = Duration::from_secs(10);
     log.clone_into(&mut place.settings.log.filter);
     oncebox::with_store_type!(&place.settings.database.url.0, |S| on::<S>(&command, place, output).await)
 }

@@ -424,7 +424,7 @@ async fn act_on<S: Store>(
         OperatorAct::Discard => act.confirm_loss(found, &what, done)?,
         _ => act.confirm(found, &what, done)?,
     }
-    let dry_run = ActContext { redrive_age_max: Some(settings.publisher.redrive_age_max.0), ..act.context(true) };
+    let dry_run = ActContext { redrive_age_max: Some(settings.publisher.redrive_age_max), ..act.context(true) };
     // Runs everything as a dry run first: if one number is refused, the others stay as they are.
     let (mut numbers, mut already_handled) = carry_out(store, &meant, how, &dry_run, None).await?;
     let mut last_tries: HashMap<String, Option<DateTime<Utc>>> = HashMap::new();

@@ -253,7 +253,7 @@ fn unusable(settings: &Settings) -> Vec<Finding> {
 
 /// Says what an inbox with a horizon cannot recognise (G8).
 fn horizon(consumer: &ConsumerSettings) -> Option<Finding> {
-    let horizon = consumer.horizon.duration()?;
+    let horizon = consumer.horizon?;
     let name = format!("consumer {}: horizon", consumer.name);
     let detail = format!(
         "the inbox forgets after {}; what comes again later is told by the time in its id, else by its ce_time or the broker's \

@@ -51,8 +51,8 @@ async fn send<S: Store>(
     let options = SenderOptions {
         attempts_max: email.attempts_max,
         until_empty,
-        content_kept: email.content_kept.0,
-        keys_kept: email.keys_kept.duration(),
+        content_kept: email.content_kept,
+        keys_kept: email.keys_kept,
         ..SenderOptions::new(email.from.clone())
     };
     let sender = Sender::new(store.clone(), transport, options, health).map_err(AppError::usage)?;

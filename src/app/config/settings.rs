@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::values::{ByteSize, Secret, Span, SpanOrNever};
+use super::values::{Secret, byte_size, span, span_if_set, span_or_never};
 use crate::broker::Subscription;
 use crate::inbox::consumer::{ConsumerOptions, Unhandled};
 use crate::inbox::rules::horizon::Horizon;
@@ -13,6 +14,7 @@ use crate::inbox::sql_handler::SqlSpec;
 use crate::outbox::relay::RelayOptions;
 use crate::outbox::rules::policy::DeadPolicy;
 use crate::store::base::StoreOptions;
+use crate::time::retry::RetryPolicy;
 
 /// All settings of the programs, as one configuration file holds them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -33,7 +35,8 @@ pub struct Settings {
     /// The section `[log]`: the format of log lines, and which are written.
     pub log: LogSettings,
     /// How long a stop waits for running work.
-    pub shutdown_grace: Span,
+    #[serde(with = "span")]
+    pub shutdown_grace: Duration,
 }
 
 impl Default for Settings {
@@ -46,7 +49,7 @@ impl Default for Settings {
             email: EmailSettings::default(),
             http: HttpSettings::default(),
             log: LogSettings::default(),
-            shutdown_grace: Span::seconds(20),
+            shutdown_grace: Duration::from_secs(20),
         }
     }
 }
@@ -62,7 +65,8 @@ pub struct DatabaseSettings {
     pub connections_max: u32,
     /// How long the server may be silent in the middle of a statement before the connection is
     /// dropped.
-    pub answer_timeout: Option<Span>,
+    #[serde(with = "span_if_set")]
+    pub answer_timeout: Option<Duration>,
     /// A PEM file with the certificate authorities that verify the server.
     pub ca_file: Option<PathBuf>,
 }
@@ -82,12 +86,12 @@ impl DatabaseSettings {
         if self.connections_max == 0 {
             return Err("database.connections_max: at least 1, or no statement ever gets a connection".into());
         }
-        if self.answer_timeout.is_some_and(|timeout| timeout.0 < Span::seconds(1).0) {
+        if self.answer_timeout.is_some_and(|timeout| timeout < Duration::from_secs(1)) {
             return Err("database.answer_timeout: at least 1s, or a busy server is taken for a silent one".into());
         }
         Ok(StoreOptions {
             connections_max: self.connections_max,
-            answer_timeout: self.answer_timeout.map(|timeout| timeout.0),
+            answer_timeout: self.answer_timeout,
             ca_file: self.ca_file.clone(),
             ..StoreOptions::new(self.url.0.clone())
         })
@@ -104,7 +108,8 @@ pub struct BrokerSettings {
     pub ca_file: Option<PathBuf>,
     /// The largest number of bytes of a consumer's deliveries that are not acknowledged. One
     /// delivery is always allowed.
-    pub in_flight_bytes_max: ByteSize,
+    #[serde(with = "byte_size")]
+    pub in_flight_bytes_max: usize,
     /// Settings that only a Kafka broker uses.
     pub kafka: KafkaSettings,
     /// Settings that only a RabbitMQ broker uses.
@@ -118,7 +123,7 @@ impl Default for BrokerSettings {
         Self {
             url: Secret("embedded://oncebox-broker.db".into()),
             ca_file: None,
-            in_flight_bytes_max: ByteSize(64 << 20),
+            in_flight_bytes_max: 64 << 20,
             kafka: KafkaSettings::default(),
             rabbitmq: RabbitSettings::default(),
             embedded: EmbeddedSettings::default(),
@@ -143,7 +148,8 @@ pub struct KafkaSettings {
     /// The SASL password, if it is not in the URL.
     pub password: Option<Secret>,
     /// How long a consumer may be silent before its partitions go to another consumer.
-    pub session_timeout: Span,
+    #[serde(with = "span")]
+    pub session_timeout: Duration,
     /// Settings that are passed to librdkafka; one that breaks a promise is refused by name.
     pub properties: BTreeMap<String, String>,
 }
@@ -157,7 +163,7 @@ impl Default for KafkaSettings {
             sasl_mechanism: None,
             username: None,
             password: None,
-            session_timeout: Span::seconds(45),
+            session_timeout: Duration::from_secs(45),
             properties: BTreeMap::new(),
         }
     }
@@ -191,14 +197,16 @@ pub struct EmbeddedSettings {
     /// The number of partitions of a topic, fixed when the topic is made.
     pub partitions: i32,
     /// How long a consumer may be silent before its partitions go to another consumer.
-    pub session_timeout: Span,
+    #[serde(with = "span")]
+    pub session_timeout: Duration,
     /// How long messages are kept after every consumer has handled them.
-    pub retention: SpanOrNever,
+    #[serde(with = "span_or_never")]
+    pub retention: Option<Duration>,
 }
 
 impl Default for EmbeddedSettings {
     fn default() -> Self {
-        Self { partitions: 4, session_timeout: Span::seconds(6), retention: SpanOrNever::Never }
+        Self { partitions: 4, session_timeout: Duration::from_secs(6), retention: None }
     }
 }
 
@@ -209,18 +217,22 @@ pub struct PublisherSettings {
     /// `ce_source` of every message: 1 to 255 bytes of printable ASCII.
     pub source: String,
     /// The length of the lease of a shard.
-    pub lease: Span,
+    #[serde(with = "span")]
+    pub lease: Duration,
     /// The largest number of rows in one read.
     pub batch_rows: usize,
     /// The largest number of bytes in one read, unless a single message is larger.
-    pub read_bytes: ByteSize,
+    #[serde(with = "byte_size")]
+    pub read_bytes: usize,
     /// The largest number of rows in the window, from the oldest that is not proven to the last
     /// read.
     pub window_rows: usize,
     /// The largest number of bytes that are sent and not proven.
-    pub window_bytes: ByteSize,
+    #[serde(with = "byte_size")]
+    pub window_bytes: usize,
     /// The longest pause between reads that found nothing.
-    pub poll_max: Span,
+    #[serde(with = "span")]
+    pub poll_max: Duration,
     /// The largest number of dead and held rows; at the limit reading stops, and the health says
     /// so.
     pub held_rows_max: usize,
@@ -232,11 +244,14 @@ pub struct PublisherSettings {
     /// The same choice for single topics.
     pub dead_topics: BTreeMap<String, DeadPolicy>,
     /// How long the broker may be silent while messages are in flight.
-    pub publish_stall: Span,
+    #[serde(with = "span")]
+    pub publish_stall: Duration,
     /// The pause between two trials of a blocked destination.
-    pub probe: Span,
+    #[serde(with = "span")]
+    pub probe: Duration,
     /// Dead messages older than this need a new id to be redriven.
-    pub redrive_age_max: Span,
+    #[serde(with = "span")]
+    pub redrive_age_max: Duration,
 }
 
 impl Default for PublisherSettings {
@@ -244,50 +259,40 @@ impl Default for PublisherSettings {
         let options = RelayOptions::new("");
         Self {
             source: "oncebox".into(),
-            lease: Span(options.lease),
+            lease: options.lease,
             batch_rows: options.batch_rows,
-            read_bytes: ByteSize(options.read_bytes),
+            read_bytes: options.read_bytes,
             window_rows: options.window_rows,
-            window_bytes: ByteSize(options.window_bytes),
-            poll_max: Span(options.poll_max),
+            window_bytes: options.window_bytes,
+            poll_max: options.poll_max,
             held_rows_max: options.held_rows_max,
             dead_rows_max: options.dead_rows_max,
             dead: DeadPolicy::Hold,
             dead_topics: BTreeMap::new(),
-            publish_stall: Span(options.publish_stall),
-            probe: Span(options.probe),
-            redrive_age_max: Span::seconds(7 * 24 * 3600),
+            publish_stall: options.publish_stall,
+            probe: options.probe,
+            redrive_age_max: Duration::from_secs(7 * 24 * 3600),
         }
     }
 }
 
-/// The table `[consumer.retry]` of one consumer.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct RetrySettings {
-    /// How many quick tries are made in place before the message is stored as waiting.
-    pub in_place: u32,
-    /// The pause before each quick try.
-    pub in_place_delay: Span,
-    /// How many tries are made in all before the message is dead.
-    pub attempts_max: u32,
-    /// The first wait; it doubles each time.
-    pub base: Span,
-    /// The longest wait between two tries.
-    pub cap: Span,
-}
-
-impl Default for RetrySettings {
-    fn default() -> Self {
-        let policy = crate::time::retry::RetryPolicy::default();
-        Self {
-            in_place: policy.in_place,
-            in_place_delay: Span(policy.in_place_delay),
-            attempts_max: policy.max_attempts,
-            base: Span(policy.base),
-            cap: Span(policy.cap),
-        }
-    }
+/// How the table `[consumer.retry]` of a consumer is written; what it does not name cannot be set.
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "RetryPolicy", deny_unknown_fields, default)]
+struct RetryTable {
+    in_place: u32,
+    #[serde(with = "span")]
+    in_place_delay: Duration,
+    #[serde(rename = "attempts_max")]
+    max_attempts: u32,
+    #[serde(with = "span")]
+    base: Duration,
+    #[serde(with = "span")]
+    cap: Duration,
+    #[serde(skip)]
+    multiplier: f64,
+    #[serde(skip)]
+    jitter: f64,
 }
 
 /// One `[[consumer]]` of the configuration.
@@ -329,7 +334,8 @@ pub struct ConsumerSettings {
     /// taken. Default 1,000,000, or `dead_rows_max` where that is more.
     pub waiting_rows_max: Option<usize>,
     /// The longest time for one handler. Default 30s, on SQLite 2s.
-    pub handler_timeout: Option<Span>,
+    #[serde(default, with = "span_if_set")]
+    pub handler_timeout: Option<Duration>,
     /// What happens to the messages behind a dead one.
     #[serde(default)]
     pub dead: DeadPolicy,
@@ -337,13 +343,14 @@ pub struct ConsumerSettings {
     #[serde(default)]
     pub unhandled: Unhandled,
     /// How long the inbox remembers ids: a duration, or `never` to forget nothing.
-    #[serde(default)]
-    pub horizon: SpanOrNever,
+    #[serde(default, with = "span_or_never")]
+    pub horizon: Option<Duration>,
     /// How long a revoked partition may take to finish what runs.
-    pub drain: Option<Span>,
+    #[serde(default, with = "span_if_set")]
+    pub drain: Option<Duration>,
     /// When a failed message is tried again, and when it is dead.
-    #[serde(default)]
-    pub retry: RetrySettings,
+    #[serde(default, with = "RetryTable")]
+    pub retry: RetryPolicy,
     /// The handlers of this consumer, each for one kind or for all other kinds.
     #[serde(default)]
     pub on: Vec<OnSettings>,
@@ -412,9 +419,9 @@ impl ConsumerSettings {
             handler_timeout: None,
             dead: DeadPolicy::default(),
             unhandled: Unhandled::default(),
-            horizon: SpanOrNever::default(),
+            horizon: None,
             drain: None,
-            retry: RetrySettings::default(),
+            retry: RetryPolicy::default(),
             on: Vec::new(),
         }
     }
@@ -433,7 +440,7 @@ impl ConsumerSettings {
     ///
     /// # Errors
     /// The setting that cannot be used, and why.
-    pub fn options(&self, has_one_writer: bool, shutdown_grace: Span) -> Result<ConsumerOptions, String> {
+    pub fn options(&self, has_one_writer: bool, shutdown_grace: Duration) -> Result<ConsumerOptions, String> {
         let mut options = ConsumerOptions::new(self.name.clone(), self.topics.clone());
         let bad = |what: &str, why: &str| format!("consumer `{}`: {what}: {why}", self.name);
         if self.name.is_empty() || self.name.len() > 128 {
@@ -459,7 +466,7 @@ impl ConsumerSettings {
             let why = "has two handlers, and only the first would run: write the statements of both into one `sql`";
             return Err(bad("on", &format!("{kind} {why}")));
         }
-        if self.handler_timeout.is_some_and(|timeout| timeout.0.is_zero()) {
+        if self.handler_timeout.is_some_and(|timeout| timeout.is_zero()) {
             return Err(bad("handler_timeout", "more than 0s, or no handler has time to run"));
         }
         options.id_rule = self.id.parse().map_err(|why: String| bad("id", &why))?;
@@ -488,17 +495,13 @@ impl ConsumerSettings {
             // More would only wait for each other (R14).
             (options.lanes, options.retriers) = (1, 1);
         }
-        options.handler_timeout = self.handler_timeout.map_or(options.handler_timeout, |timeout| timeout.0);
-        options.drain = self.drain.map_or(options.drain, |drain| drain.0);
+        options.handler_timeout = self.handler_timeout.unwrap_or(options.handler_timeout);
+        options.drain = self.drain.unwrap_or(options.drain);
         options.dead = self.dead;
         options.unhandled = self.unhandled;
-        options.horizon = self.horizon.duration().map_or(Horizon::Never, Horizon::After);
-        options.shutdown_grace = shutdown_grace.0;
-        options.retry.in_place = self.retry.in_place;
-        options.retry.in_place_delay = self.retry.in_place_delay.0;
-        options.retry.max_attempts = self.retry.attempts_max;
-        options.retry.base = self.retry.base.0;
-        options.retry.cap = self.retry.cap.0;
+        options.horizon = self.horizon.map_or(Horizon::Never, Horizon::After);
+        options.shutdown_grace = shutdown_grace;
+        options.retry = self.retry;
         options.retry.validate().map_err(|why| bad("retry", &why.to_string()))?;
         Ok(options.of_store(has_one_writer))
     }
@@ -517,9 +520,11 @@ pub struct EmailSettings {
     /// How many attempts one e-mail gets before it is failed.
     pub attempts_max: u32,
     /// How long recipient, subject and body of an e-mail are kept after it was sent.
-    pub content_kept: Span,
+    #[serde(with = "span")]
+    pub content_kept: Duration,
     /// How long its row with the unique key is kept, from the same moment.
-    pub keys_kept: SpanOrNever,
+    #[serde(with = "span_or_never")]
+    pub keys_kept: Option<Duration>,
 }
 
 impl Default for EmailSettings {
@@ -529,8 +534,8 @@ impl Default for EmailSettings {
             directory: PathBuf::from("emails"),
             smtp_url: None,
             attempts_max: 20,
-            content_kept: Span::seconds(7 * 24 * 3600),
-            keys_kept: SpanOrNever::Never,
+            content_kept: Duration::from_secs(7 * 24 * 3600),
+            keys_kept: None,
         }
     }
 }
@@ -564,17 +569,17 @@ impl PublisherSettings {
     ///
     /// # Errors
     /// The setting that cannot be used, and why.
-    pub fn options(&self, owner: String, shutdown_grace: Span) -> Result<RelayOptions, String> {
+    pub fn options(&self, owner: String, shutdown_grace: Duration) -> Result<RelayOptions, String> {
         crate::message::limits::check_printable("publisher.source", &self.source, 255)
             .map_err(|error| error.to_string())?;
-        if self.lease.0 < Span::seconds(1).0 {
+        if self.lease < Duration::from_secs(1) {
             return Err("publisher.lease: at least 1s, or a short pause loses it".into());
         }
         let numbers = [
             ("batch_rows", self.batch_rows),
-            ("read_bytes", self.read_bytes.0),
+            ("read_bytes", self.read_bytes),
             ("window_rows", self.window_rows),
-            ("window_bytes", self.window_bytes.0),
+            ("window_bytes", self.window_bytes),
             ("held_rows_max", self.held_rows_max),
         ];
         if let Some((name, _)) = numbers.iter().find(|(_, number)| *number == 0) {
@@ -585,23 +590,23 @@ impl PublisherSettings {
             ("publish_stall", self.publish_stall, "every topic is held before the broker can answer"),
             ("probe", self.probe, "a blocked topic is tried without a pause"),
         ];
-        if let Some((name, _, otherwise)) = times.iter().find(|(_, time, _)| time.0.is_zero()) {
+        if let Some((name, _, otherwise)) = times.iter().find(|(_, time, _)| time.is_zero()) {
             return Err(format!("publisher.{name}: more than 0s, or {otherwise}"));
         }
         Ok(RelayOptions {
-            lease: self.lease.0,
+            lease: self.lease,
             batch_rows: self.batch_rows.min(10_000),
-            read_bytes: self.read_bytes.0,
+            read_bytes: self.read_bytes,
             window_rows: self.window_rows,
-            window_bytes: self.window_bytes.0,
-            poll_max: self.poll_max.0,
+            window_bytes: self.window_bytes,
+            poll_max: self.poll_max,
             held_rows_max: self.held_rows_max,
             dead_rows_max: self.dead_rows_max.max(1),
             dead: self.dead,
             dead_topics: self.dead_topics.clone(),
-            publish_stall: self.publish_stall.0,
-            probe: self.probe.0,
-            shutdown_grace: shutdown_grace.0,
+            publish_stall: self.publish_stall,
+            probe: self.probe,
+            shutdown_grace,
             ..RelayOptions::new(owner)
         })
     }

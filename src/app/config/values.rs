@@ -1,52 +1,13 @@
 //! Values as people write them, such as `30s` and `8MiB`, and secrets that are never printed.
+//!
+//! A module here is a way to write a value, for `#[serde(with = "..")]`.
 
 use std::fmt;
 use std::time::Duration;
 
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
 use crate::time::bound::LONGEST;
-
-/// A duration: `250ms`, `30s`, `5m`.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Span(pub Duration);
-
-impl Span {
-    /// A duration of this many whole seconds.
-    #[must_use]
-    pub const fn seconds(seconds: u64) -> Self {
-        Self(Duration::from_secs(seconds))
-    }
-}
-
-impl fmt::Display for Span {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        humantime::format_duration(self.0).fmt(f)
-    }
-}
-
-impl fmt::Debug for Span {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl Serialize for Span {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
-    }
-}
-
-impl<'de> Deserialize<'de> for Span {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let text = String::deserialize(deserializer).map_err(|_| {
-            serde::de::Error::custom("a duration is text with a unit, for example \"30s\" or \"250ms\"")
-        })?;
-        parse_duration(&text)
-            .map(Self)
-            .map_err(|error| serde::de::Error::custom(format!("{error}; write for example \"30s\" or \"250ms\"")))
-    }
-}
 
 /// Reads a duration as people write it, such as `30s`, of at most 100 years: no instant lies so far
 /// ahead that a longer one could be waited for.
@@ -61,78 +22,78 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     }
 }
 
-/// A duration, or `never`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum SpanOrNever {
-    /// The value `never`: the time does not end.
-    #[default]
-    Never,
-    /// The value is this duration.
-    For(Span),
-}
+/// A duration: `250ms`, `30s`, `5m`.
+pub(super) mod span {
+    use super::*;
 
-impl SpanOrNever {
-    /// The duration; `None` for `never`.
-    #[must_use]
-    pub fn duration(self) -> Option<Duration> {
-        match self {
-            Self::Never => None,
-            Self::For(span) => Some(span.0),
-        }
+    pub(in crate::app) fn serialize<S: Serializer>(span: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(&humantime::format_duration(*span))
     }
-}
 
-impl Serialize for SpanOrNever {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        match self {
-            Self::Never => serializer.serialize_str("never"),
-            Self::For(span) => span.serialize(serializer),
-        }
-    }
-}
-
-impl<'de> Deserialize<'de> for SpanOrNever {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+    pub(in crate::app) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
         let text = String::deserialize(deserializer)
-            .map_err(|_| serde::de::Error::custom("`never`, or a duration as text with a unit, for example \"30d\""))?;
+            .map_err(|_| D::Error::custom("a duration is text with a unit, for example \"30s\" or \"250ms\""))?;
+        parse_duration(&text)
+            .map_err(|error| D::Error::custom(format!("{error}; write for example \"30s\" or \"250ms\"")))
+    }
+}
+
+/// A duration, or nothing at all.
+pub(super) mod span_if_set {
+    use super::*;
+
+    #[derive(Deserialize)]
+    #[serde(transparent)]
+    struct Set(#[serde(with = "super::span")] Duration);
+
+    pub(in crate::app) fn serialize<S: Serializer>(span: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
+        match span {
+            None => serializer.serialize_none(),
+            Some(span) => super::span::serialize(span, serializer),
+        }
+    }
+
+    pub(in crate::app) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Duration>, D::Error> {
+        Ok(Option::<Set>::deserialize(deserializer)?.map(|set| set.0))
+    }
+}
+
+/// A duration, or `never` for a time that does not end.
+pub(super) mod span_or_never {
+    use super::*;
+
+    pub(in crate::app) fn serialize<S: Serializer>(span: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
+        match span {
+            None => serializer.serialize_str("never"),
+            Some(span) => super::span::serialize(span, serializer),
+        }
+    }
+
+    pub(in crate::app) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<Duration>, D::Error> {
+        let text = String::deserialize(deserializer)
+            .map_err(|_| D::Error::custom("`never`, or a duration as text with a unit, for example \"30d\""))?;
         if text == "never" {
-            return Ok(Self::Never);
+            return Ok(None);
         }
         parse_duration(&text)
-            .map(|span| Self::For(Span(span)))
-            .map_err(|error| serde::de::Error::custom(format!("{error}; write for example \"30d\", or \"never\"")))
+            .map(Some)
+            .map_err(|error| D::Error::custom(format!("{error}; write for example \"30d\", or \"never\"")))
     }
 }
 
-/// A size: `900000`, `64KiB`, `8MiB`.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct ByteSize(pub usize);
+/// A number of bytes: `900000`, `64KiB`, `8MiB`.
+pub(super) mod byte_size {
+    use super::*;
 
-impl fmt::Display for ByteSize {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (unit, size) in [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)] {
-            if self.0 >= size && self.0.is_multiple_of(size) {
-                return write!(f, "{}{unit}", self.0 / size);
-            }
-        }
-        write!(f, "{}B", self.0)
+    pub(in crate::app) fn serialize<S: Serializer>(bytes: &usize, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&shown_size(*bytes))
     }
-}
 
-impl fmt::Debug for ByteSize {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl Serialize for ByteSize {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
-    }
-}
-
-impl<'de> Deserialize<'de> for ByteSize {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+    pub(in crate::app) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<usize, D::Error> {
         #[derive(Deserialize)]
         #[serde(untagged)]
         enum Raw {
@@ -143,12 +104,19 @@ impl<'de> Deserialize<'de> for ByteSize {
             Raw::Number(bytes) => Some(bytes),
             Raw::Text(text) => parse_size(&text),
         };
-        bytes.and_then(|bytes| usize::try_from(bytes).ok()).map(Self).ok_or_else(|| {
-            serde::de::Error::custom(
-                "a size is a number of bytes or text with a unit, for example \"64KiB\" or \"8MiB\"",
-            )
+        bytes.and_then(|bytes| usize::try_from(bytes).ok()).ok_or_else(|| {
+            D::Error::custom("a size is a number of bytes or text with a unit, for example \"64KiB\" or \"8MiB\"")
         })
     }
+}
+
+fn shown_size(bytes: usize) -> String {
+    for (unit, size) in [("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)] {
+        if bytes >= size && bytes.is_multiple_of(size) {
+            return format!("{}{unit}", bytes / size);
+        }
+    }
+    format!("{bytes}B")
 }
 
 fn parse_size(text: &str) -> Option<u64> {
@@ -203,19 +171,20 @@ mod tests {
         assert_eq!(parse_size("8MiB"), Some(8 << 20));
         assert_eq!(parse_size("900000"), Some(900_000));
         assert_eq!(parse_size("8 apples"), None);
-        assert_eq!(ByteSize(8 << 20).to_string(), "8MiB");
-        let span: Span = serde_json::from_str("\"1m 30s\"").unwrap();
-        assert_eq!(span.0, Duration::from_secs(90));
-        assert!(serde_json::from_str::<Span>("30").unwrap_err().to_string().contains("unit"));
+        assert_eq!(shown_size(8 << 20), "8MiB");
+        let span = |text: &str| span::deserialize(&mut serde_json::Deserializer::from_str(text));
+        assert_eq!(span("\"1m 30s\"").unwrap(), Duration::from_secs(90));
+        assert!(span("30").unwrap_err().to_string().contains("unit"));
         // `Instant::now()` plus this panics.
         let forever = "\"300000000000y\"";
-        assert!(serde_json::from_str::<Span>(forever).unwrap_err().to_string().contains("longer than 100 years"));
-        assert!(serde_json::from_str::<SpanOrNever>(forever).is_err());
-        let horizon = |text: &str| serde_json::from_str::<SpanOrNever>(text);
-        assert_eq!(horizon("\"never\"").unwrap(), SpanOrNever::Never);
-        let month = SpanOrNever::For(Span::seconds(30 * 86_400));
+        assert!(span(forever).unwrap_err().to_string().contains("longer than 100 years"));
+        let horizon = |text: &str| span_or_never::deserialize(&mut serde_json::Deserializer::from_str(text));
+        assert!(horizon(forever).is_err());
+        assert_eq!(horizon("\"never\"").unwrap(), None);
+        let month = Some(Duration::from_secs(30 * 86_400));
         assert_eq!(horizon("\"30d\"").unwrap(), month);
-        assert_eq!(horizon(&serde_json::to_string(&month).unwrap()).unwrap(), month);
+        let written = span_or_never::serialize(&month, serde_json::value::Serializer).unwrap();
+        assert_eq!(horizon(&written.to_string()).unwrap(), month);
         for wrong in ["\"always\"", "30"] {
             assert!(horizon(wrong).unwrap_err().to_string().contains("never"));
         }

@@ -2,10 +2,11 @@
 //! processes share.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::ground::{Ground, OwnDatabase};
 use crate::place::{Place, private_directory, write_config};
-use oncebox::app::config::{Settings, Span};
+use oncebox::app::config::Settings;
 use oncebox::app::{AppError, say};
 use oncebox::error::redact;
 
@@ -55,11 +56,11 @@ impl Stage {
         let mut settings = place.settings.clone();
         settings.database.url = database.url.clone();
         // The viewer waits for each takeover after a kill, so the lease is short here.
-        settings.publisher.lease = Span::seconds(2);
-        settings.broker.embedded.session_timeout = Span::seconds(2);
-        settings.broker.kafka.session_timeout = Span::seconds(6);
+        settings.publisher.lease = Duration::from_secs(2);
+        settings.broker.embedded.session_timeout = Duration::from_secs(2);
+        settings.broker.kafka.session_timeout = Duration::from_secs(6);
         settings.email.directory = place.dir.join("emails");
-        settings.shutdown_grace = Span::seconds(5);
+        settings.shutdown_grace = Duration::from_secs(5);
         let files = private_directory(&place.dir.join("logs")).and_then(|()| write_config(&settings, &place.dir));
         match files {
             Ok(config_file) => {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use oncebox::NewMessage;
 use oncebox::app::AnyBroker;
-use oncebox::app::config::{ConsumerSettings, Secret, Settings, Span};
+use oncebox::app::config::{ConsumerSettings, Secret, Settings};
 use oncebox::message::Arrived;
 
 use crate::process::Process;
@@ -37,9 +37,9 @@ impl Stage {
         settings.broker.url = Secret(broker.map_or_else(|| file("embedded", "broker.db"), str::to_owned));
         settings.broker.kafka.create_topics = true;
         // Takeovers after a kill are what the test waits for.
-        settings.broker.kafka.session_timeout = Span::seconds(6);
-        settings.broker.embedded.session_timeout = Span::seconds(2);
-        settings.publisher.lease = Span::seconds(2);
+        settings.broker.kafka.session_timeout = Duration::from_secs(6);
+        settings.broker.embedded.session_timeout = Duration::from_secs(2);
+        settings.publisher.lease = Duration::from_secs(2);
         settings.email.directory = dir.path().join("emails");
         Self { dir, settings, tag: unique("examples") }
     }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use oncebox::app::config::{ConsumerSettings, OnSettings, Secret, Settings, Span};
+use oncebox::app::config::{ConsumerSettings, OnSettings, Secret, Settings};
 use oncebox::broker::Subscription;
 
 use crate::business::{Business, topic};
@@ -195,9 +195,9 @@ fn settings(pair: &Pair, topic: &str, consumer: &str) -> Settings {
     settings.database.url = Secret(pair.database.clone());
     settings.broker.url = Secret(pair.broker.clone());
     settings.broker.kafka.create_topics = true;
-    settings.broker.kafka.session_timeout = Span::seconds(6);
-    settings.broker.embedded.session_timeout = Span::seconds(2);
-    settings.publisher.lease = Span::seconds(2);
+    settings.broker.kafka.session_timeout = Duration::from_secs(6);
+    settings.broker.embedded.session_timeout = Duration::from_secs(2);
+    settings.publisher.lease = Duration::from_secs(2);
     let mut ledger = ConsumerSettings::new(consumer, vec![topic.to_owned()]);
     // Small batches: with large ones a burst is done with its first commit, and a kill of the
     // consumer hits nothing.

@@ -18,7 +18,7 @@ use crate::bench::work::KIND;
 use crate::bench::yard::Yard;
 use crate::common::CommonArgs;
 use crate::place;
-use oncebox::app::config::{Settings, Span};
+use oncebox::app::config::Settings;
 use oncebox::app::{AppError, HandlersByConsumer, run_consumers_with, stop_on_signals};
 use oncebox::error::HandlerError;
 use oncebox::message::Message;
@@ -31,7 +31,7 @@ const HALTED: &str = "halted";
 const HALT_MAX: Duration = Duration::from_secs(120);
 /// After this many seconds the broker gives the partitions to another consumer. Kafka allows no
 /// less by itself.
-const SESSION: u64 = 6;
+const SESSION: Duration = Duration::from_secs(6);
 
 /// A process of the benchmark: it handles messages; from one on it leaves its transactions open,
 /// and says so.
@@ -55,7 +55,7 @@ pub(crate) async fn run_peer(args: PeerArgs, common: &CommonArgs) -> Result<(), 
 
 async fn play<S: Yard>(args: PeerArgs, mut settings: Settings) -> Result<(), AppError> {
     let PeerArgs { name, topic, halt } = args;
-    settings.broker.kafka.session_timeout = Span::seconds(SESSION);
+    settings.broker.kafka.session_timeout = SESSION;
     let halted = Arc::new(Notify::new());
     let halting = Halting { begun: AtomicUsize::new(0), halt, halted: Arc::clone(&halted) };
     let handlers = Handlers::<S>::new().on(KIND, halting);

@@ -14,7 +14,7 @@ use crate::bench::work::KIND;
 use crate::bench::yard::Yard;
 use crate::common::failed;
 use oncebox::app::AppError;
-use oncebox::app::config::{ConsumerSettings, Span};
+use oncebox::app::config::ConsumerSettings;
 use oncebox::observe::Health;
 use oncebox::{Consumer, ConsumerOptions, Handlers, MessageHandler};
 
@@ -29,7 +29,7 @@ const LOOK: Duration = Duration::from_millis(20);
 /// The options that the program `consumer` has on this store.
 pub(super) fn options<S: Yard>(name: &str, topic: &str) -> Result<ConsumerOptions, AppError> {
     let settings = ConsumerSettings::new(name, vec![topic.to_owned()]);
-    settings.options(S::WRITERS == 1, Span::seconds(20)).map_err(AppError::usage)
+    settings.options(S::WRITERS == 1, Duration::from_secs(20)).map_err(AppError::usage)
 }
 
 /// A running consumer, which ends when this is dropped.
