@@ -89,17 +89,20 @@ pub async fn open_store<S: Store>(
     settings: &Settings,
     waits: Option<(&CancellationToken, &Health)>,
 ) -> Result<S, AppError> {
-    open_store_with(&settings.database.options().map_err(AppError::usage)?, waits).await
+    open_store_with(settings, |_| (), waits).await
 }
 
-/// As [`open_store`], with your own options.
+/// As [`open_store`], with what `change` changes in the options of the settings.
 ///
 /// # Errors
 /// As [`open_store`].
 pub async fn open_store_with<S: Store>(
-    options: &StoreOptions,
+    settings: &Settings,
+    change: impl FnOnce(&mut StoreOptions),
     waits: Option<(&CancellationToken, &Health)>,
 ) -> Result<S, AppError> {
+    let mut options = settings.database.options().map_err(AppError::usage)?;
+    change(&mut options);
     let kind = store_kind(&options.url)?;
     if kind != S::NAME {
         return Err(AppError::usage(format!(
@@ -113,7 +116,7 @@ pub async fn open_store_with<S: Store>(
     let (stop, health) = waits.unwrap_or(nobody);
     let mut wait = Wait::new("database", health, stop);
     loop {
-        match S::connect(options).await {
+        match S::connect(&options).await {
             Ok(store) => return Ok(store),
             Err(error) if error.is_untrusted() => return Err(AppError::not_ready(format!("{name}: {error}"))),
             Err(error) if waits.is_some() && error.is_transient() => wait.on(&format!("{name}: {error}")).await?,

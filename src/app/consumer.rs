@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::beside::Beside;
 use super::config::{ConsumerSettings, Settings};
-use super::connect::{AnyBroker, Wait, open_broker};
+use super::connect::{AnyBroker, Wait, open_broker, open_store_with};
 use super::exit::AppError;
 use super::publisher::{close, ready};
 use crate::inbox::consumer::{Consumer, Handlers};
@@ -162,14 +162,12 @@ impl Run<'_> {
         let broker = open_broker(self.settings).await?;
         let lanes: usize = options.iter().map(|(_, options)| options.lanes + options.retriers + 1).sum();
         let timeout = options.iter().map(|(_, options)| options.handler_timeout).max().unwrap_or_default();
-        let store_options = self.settings.database.options().map_err(AppError::usage)?;
-        let store_options = StoreOptions {
+        let with_lanes = |store: &mut StoreOptions| {
             // Each lane and retrier keeps one connection; counting attempts takes another.
-            connections_max: store_options.connections_max.max(u32::try_from(lanes).unwrap_or(64)),
-            handler_timeout: timeout,
-            ..store_options
+            store.connections_max = store.connections_max.max(u32::try_from(lanes).unwrap_or(64));
+            store.handler_timeout = timeout;
         };
-        let store: S = super::open_store_with(&store_options, Some((&self.stop, &self.health))).await?;
+        let store: S = open_store_with(self.settings, with_lanes, Some((&self.stop, &self.health))).await?;
         ready(&store, self.settings, &self.stop, &self.health).await?;
         let duties = store.clone().into_duties();
         let all = self.stop.child_token();

@@ -6,7 +6,7 @@ use super::common::{CommonArgs, Output};
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, open_store_with, require_schema};
 use oncebox::error::redact;
-use oncebox::store::{Schema, Store, StoreOptions};
+use oncebox::store::{Schema, Store};
 
 /// What to do with the tables.
 #[derive(Debug, Subcommand)]
@@ -29,10 +29,9 @@ async fn on<S: Store>(command: &MigrateCommand, settings: &Settings, output: Out
         data!("{}", <S as Schema>::script().trim_end());
         return Ok(());
     }
-    let options = settings.database.options().map_err(AppError::usage)?;
-    let options = StoreOptions { create: matches!(command, MigrateCommand::Up), ..options };
-    let name = redact(&options.url);
-    let store: S = open_store_with(&options, None).await?;
+    let makes_it = matches!(command, MigrateCommand::Up);
+    let name = redact(&settings.database.url.0);
+    let store: S = open_store_with(settings, |options| options.create = makes_it, None).await?;
     if let MigrateCommand::Up = command {
         let applied = store.migrate().await.map_err(|error| AppError::from(error).on(&name))?;
         match output {

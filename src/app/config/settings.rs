@@ -78,11 +78,8 @@ impl Default for DatabaseSettings {
 }
 
 impl DatabaseSettings {
-    /// The options of the store for these settings.
-    ///
-    /// # Errors
-    /// The setting that cannot be used, and why.
-    pub fn options(&self) -> Result<StoreOptions, String> {
+    /// The options of the store for these settings; an error names the setting and says why.
+    pub(crate) fn options(&self) -> Result<StoreOptions, String> {
         if self.connections_max == 0 {
             return Err("database.connections_max: at least 1, or no statement ever gets a connection".into());
         }

@@ -12,7 +12,6 @@ use crate::place::{Place, write_config};
 use oncebox::app::config::Settings;
 use oncebox::app::{AnyBroker, AppError, open_broker, open_store_with, say};
 use oncebox::broker::Subscription;
-use oncebox::store::StoreOptions;
 
 /// How long a client waits to fill a batch, as a careful user sets it.
 pub(super) const LINGER: Duration = Duration::from_millis(5);
@@ -140,7 +139,5 @@ impl<S: Yard> Bed<S> {
 }
 
 async fn connect<S: Yard>(settings: &Settings) -> Result<S, AppError> {
-    let options = settings.database.options().map_err(AppError::usage)?;
-    let options = StoreOptions { create: true, connections_max: 24, ..options };
-    open_store_with(&options, None).await
+    open_store_with(settings, |options| (options.create, options.connections_max) = (true, 24), None).await
 }

@@ -16,7 +16,6 @@ use crate::sending::{outgoing, send_all};
 use oncebox::StoreError;
 use oncebox::app::{AnyBroker, AppError, open_broker, open_store_with};
 use oncebox::broker::Subscription;
-use oncebox::store::StoreOptions;
 
 /// The show is given up when nothing has moved for this long. A kill costs a takeover, and a loaded
 /// machine is slow.
@@ -35,9 +34,7 @@ struct Show<'a, S: Tables> {
 }
 
 pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Verdict, AppError> {
-    let options = stage.settings.database.options().map_err(AppError::usage)?;
-    let options = StoreOptions { create: true, ..options };
-    let store: S = open_store_with(&options, None).await?;
+    let store: S = open_store_with(&stage.settings, |options| options.create = true, None).await?;
     store.migrate().await?;
     make_tables(&store, stage).await?;
     let broker = open_broker(&stage.settings).await?;
