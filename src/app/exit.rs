@@ -8,16 +8,11 @@ use crate::outbox::relay::RelayError;
 
 /// The result of a program, for scripts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Exit {
-    /// The program did what it was asked to do.
+pub(super) enum Exit {
     Done = 0,
-    /// The work failed, for example because the database or the broker reported an error.
     Failed = 1,
-    /// The command or a setting was wrong.
     Usage = 2,
-    /// The program is not ready, or a check failed.
     NotReady = 3,
-    /// The program refused to continue because that is not safe.
     Refused = 4,
 }
 
@@ -33,32 +28,31 @@ impl From<Exit> for ExitCode {
 pub struct AppError {
     /// A text for the operator: what failed, on which named thing, and the remedy.
     pub message: String,
-    /// The exit code that the program ends with.
-    pub exit: Exit,
+    pub(super) exit: Exit,
 }
 
 impl AppError {
-    /// A wrong command or setting: ends the program with [`Exit::Usage`].
+    /// A wrong command or setting: ends the program with 2.
     pub fn usage(message: impl Into<String>) -> Self {
         Self { message: message.into(), exit: Exit::Usage }
     }
 
-    /// An error that ends the program with [`Exit::Failed`].
+    /// The work failed: ends the program with 1.
     pub fn failed(message: impl Into<String>) -> Self {
         Self { message: message.into(), exit: Exit::Failed }
     }
 
-    /// An error that ends the program with [`Exit::NotReady`].
+    /// Something is not ready, or a check failed: ends the program with 3.
     pub fn not_ready(message: impl Into<String>) -> Self {
         Self { message: message.into(), exit: Exit::NotReady }
     }
 
-    /// An error that ends the program with [`Exit::Refused`].
+    /// It is not safe to go on: ends the program with 4.
     pub fn refused(message: impl Into<String>) -> Self {
         Self { message: message.into(), exit: Exit::Refused }
     }
 
-    /// A stop came before the work began: ends the program with [`Exit::Done`].
+    /// A stop came before the work began: ends the program with 0.
     pub fn stopped(message: impl Into<String>) -> Self {
         Self { message: message.into(), exit: Exit::Done }
     }
@@ -74,10 +68,10 @@ impl AppError {
 impl From<StoreError> for AppError {
     fn from(error: StoreError) -> Self {
         let exit = match &error {
-            StoreError::SchemaMissing(_) | StoreError::SchemaOld { .. } | StoreError::SchemaNewer { .. } => {
-                Exit::NotReady
-            }
-            StoreError::Refused(_) => Exit::NotReady,
+            StoreError::SchemaMissing(_)
+            | StoreError::SchemaOld { .. }
+            | StoreError::SchemaNewer { .. }
+            | StoreError::Refused(_) => Exit::NotReady,
             _ => Exit::Failed,
         };
         Self { message: error.to_string(), exit }
