@@ -23,11 +23,10 @@ pub use self::{
     connect::{AnyBroker, open_broker, open_store, open_store_with, require_schema, store_kind},
     consumer::{HandlersByConsumer, require_apart, run_consumers_with},
     exit::AppError,
-    listen::listen,
     logging::{LogFormat, say, speak, start_logging},
     program::{COMMON_OPTIONS, CommonArgs, run},
     programs::{
-        ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, program_commands, publisher,
+        ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, program_commands, publisher, start,
     },
     publisher::run_publisher_with,
     signals::stop_on_signals,

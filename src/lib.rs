@@ -149,7 +149,7 @@ mod properties;
 #[doc(hidden)]
 pub mod adapter {
     #[cfg(feature = "programs")]
-    pub use crate::app::gauges::Gauges;
+    pub use crate::app::gauges::keep_gauges;
     pub use crate::{
         broker::envelope::{arrive, headers},
         broker::share::{Seat, Share, share},

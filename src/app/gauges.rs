@@ -26,15 +26,15 @@ const INBOX_EVERY: Duration = Duration::from_secs(60);
 
 /// The task that updates the gauges of one database.
 #[derive(Debug)]
-pub struct Gauges(JoinSet<()>);
+pub(super) struct Gauges(JoinSet<()>);
 
 impl Gauges {
     /// Starts the task; it runs until the stop.
-    pub fn keep(store: Arc<dyn Duties>, stop: CancellationToken) -> Self {
+    pub(super) fn keep(store: Arc<dyn Duties>, stop: CancellationToken) -> Self {
         Self::of(async move {
             tokio::select! {
                 () = stop.cancelled() => {}
-                () = keep(store) => {}
+                () = keep_gauges(store) => {}
             }
         })
     }
@@ -58,7 +58,8 @@ impl Gauges {
     }
 }
 
-async fn keep(store: Arc<dyn Duties>) {
+/// Keeps the gauges of one database up to date; it does not end.
+pub async fn keep_gauges(store: Arc<dyn Duties>) {
     let read_at = Mutex::new(Instant::now());
     let read_at = || read_at.lock().unwrap_or_else(PoisonError::into_inner);
     let ages = async {

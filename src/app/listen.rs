@@ -10,10 +10,7 @@ use crate::observe::{self, Health};
 
 /// Binds the address and serves `/livez`, `/readyz` and `/metrics` in the background, until the
 /// stop.
-///
-/// # Errors
-/// The address cannot be bound.
-pub async fn listen(
+pub(super) async fn listen(
     address: SocketAddr,
     program: &'static str,
     health: Health,

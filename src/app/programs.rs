@@ -104,8 +104,12 @@ impl ConsumerArgs {
     }
 }
 
-/// Reads the settings, listens for signals and serves the health, where it is asked for.
-fn start<'a>(
+/// Starts a program of this name: reads the settings, listens for signals, and serves health and
+/// metrics where that is asked for.
+///
+/// # Errors
+/// An error that a person must repair.
+pub fn start<'a>(
     program: &'static str,
     address: Option<SocketAddr>,
     common: &'a CommonArgs,

@@ -6,7 +6,7 @@ use clap::Args;
 
 use super::common::CommonArgs;
 use oncebox::app::config::Settings;
-use oncebox::app::{AppError, listen, require_schema, stop_on_signals};
+use oncebox::app::{AppError, require_schema, start};
 use oncebox::observe::Health;
 use oncebox::sender::{EmailTransport, Sender, SenderOptions};
 use oncebox::store::Store;
@@ -24,12 +24,7 @@ pub(super) struct SenderArgs {
 }
 
 pub(super) async fn run(args: &SenderArgs, common: &CommonArgs) -> Result<(), AppError> {
-    let settings = common.load(args.listen)?.settings;
-    let stop = stop_on_signals()?;
-    let health = Health::default();
-    if let Some(address) = settings.http.listen {
-        listen(address, "sender", health.clone(), stop.clone()).await?;
-    }
+    let (settings, health, stop) = start("sender", args.listen, common).await?;
     let waits = Some((&stop, &health));
     oncebox::with_store!(&settings, waits, |store| send(store, &settings, args.until_empty, health.clone(), &stop)
         .await)

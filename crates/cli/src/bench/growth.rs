@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use super::Load;
@@ -19,7 +20,7 @@ use super::work::Maker;
 use super::yard::Yard;
 use crate::common::failed;
 use crate::progress::Rounds;
-use oncebox::adapter::Gauges;
+use oncebox::adapter::keep_gauges;
 use oncebox::app::AppError;
 use oncebox::observe::Health;
 use oncebox::store::ConsumerSpec;
@@ -107,7 +108,8 @@ impl<'a, S: Yard> Outbox<'a, S> {
         let options = RelayOptions { held_rows_max: HELD_MAX, ..RelayOptions::new("growth") };
         let relay = Relay::new(self.store.clone(), Arc::new(watched.clone()), options, Health::default());
         let stop = CancellationToken::new();
-        let _gauges = Gauges::keep(self.store.clone().into_duties(), stop.clone());
+        let mut gauges = JoinSet::new();
+        gauges.spawn(keep_gauges(self.store.clone().into_duties()));
         let stopped = stop.clone();
         let mut relay = tokio::spawn(async move { relay.run(stopped).await });
         let measured = tokio::select! {
