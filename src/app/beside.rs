@@ -1,37 +1,41 @@
 //! What a program runs beside its relays or consumers: the gauges of `/metrics`, and the first look
 //! at the broker.
 //!
-//! Promise: an error of any of them ends the program with that error.
+//! Promise: an error or a panic of any of them ends the program with an error.
 
 use std::sync::Arc;
 
-use tokio::task::JoinSet;
+use tokio::task::{JoinError, JoinHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 
 use super::config::Settings;
-use super::connect::{AnyBroker, FirstLook};
+use super::connect::AnyBroker;
 use super::exit::AppError;
-use super::gauges::Gauges;
+use super::gauges::keep_gauges;
+use crate::error::{BrokerError, redact};
 use crate::store::Duties;
 
 /// The work beside, until [`Beside::end`].
 #[derive(Debug)]
 pub(super) struct Beside {
-    gauges: Gauges,
-    first_look: FirstLook,
+    gauges: JoinSet<()>,
+    first_look: JoinHandle<Result<(), AppError>>,
     all: CancellationToken,
 }
 
 impl Beside {
-    /// Starts it; it ends with `all`, which it cancels where the broker cannot be trusted.
+    /// Starts it; it cancels `all` where the broker cannot be trusted.
     pub(super) fn start(
         store: Arc<dyn Duties>,
         broker: &AnyBroker,
         settings: &Settings,
         all: &CancellationToken,
     ) -> Self {
-        let first_look = FirstLook::at(broker, settings, all);
-        Self { gauges: Gauges::keep(store, all.clone()), first_look, all: all.clone() }
+        let mut gauges = JoinSet::new();
+        gauges.spawn(keep_gauges(store));
+        let name = redact(&settings.broker.url.0);
+        let first_look = tokio::spawn(first_look(AnyBroker::clone(broker), name, all.clone()));
+        Self { gauges, first_look, all: all.clone() }
     }
 
     /// Waits until one of the parts, each of which is `what`, or of the work beside has ended;
@@ -48,12 +52,15 @@ impl Beside {
         T: 'static,
         E: Into<AppError> + 'static,
     {
+        let unexpectedly = |what: &str, error: JoinError| AppError::failed(format!("{what} ended unexpectedly: {error}"));
         tokio::select! {
             ended = parts.join_next() => Some(match ended? {
                 Ok(ended) => ended.map(drop).map_err(Into::into),
-                Err(error) => Err(AppError::failed(format!("{what} ended unexpectedly: {error}"))),
+                Err(error) => Err(unexpectedly(what, error)),
             }),
-            Some(ended) = self.gauges.ended() => Some(ended),
+            Some(ended) = self.gauges.join_next() => {
+                Some(ended.map_err(|error| unexpectedly("the gauges of /metrics", error)))
+            }
         }
     }
 
@@ -63,7 +70,46 @@ impl Beside {
     /// The first look found that the broker cannot be trusted.
     pub(super) async fn end(mut self) -> Result<(), AppError> {
         self.all.cancel();
-        let _ = self.gauges.ended().await;
-        self.first_look.end().await.map_or(Ok(()), Err)
+        self.gauges.shutdown().await;
+        self.first_look.await.unwrap_or(Ok(()))
+    }
+}
+
+/// Checks once whether the broker can be trusted, and stops everything if not, because waiting does
+/// not help. Whether the broker is there is found out by the work itself.
+async fn first_look(broker: AnyBroker, name: String, all: CancellationToken) -> Result<(), AppError> {
+    let settings_use_tls = ["kafkas:", "amqps:"].iter().any(|scheme| name.starts_with(scheme));
+    if !settings_use_tls {
+        return Ok(());
+    }
+    let looked = tokio::select! {
+        () = all.cancelled() => return Ok(()),
+        looked = broker.check(&[]) => looked,
+    };
+    let Err(error @ BrokerError::Untrusted(_)) = looked else { return Ok(()) };
+    all.cancel();
+    Err(AppError::from(error).on(&name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Shown by: leaving the error out (the program continues with gauges that never change).
+    #[tokio::test]
+    async fn gauges_that_end_in_disorder_are_told_to_the_program_once() {
+        let mut gauges = JoinSet::<()>::new();
+        gauges.spawn(async { std::panic::panic_any("a fault") });
+        let first_look = tokio::spawn(async { Ok(()) });
+        let mut beside = Beside { gauges, first_look, all: CancellationToken::new() };
+        let mut parts = JoinSet::<Result<(), AppError>>::new();
+        parts.spawn(std::future::pending());
+        let told = beside.next_end(&mut parts, "a part").await;
+        assert!(matches!(told, Some(Err(error)) if error.message.contains("unexpectedly")));
+        parts.abort_all();
+        assert!(
+            matches!(beside.next_end(&mut parts, "a part").await, Some(Err(error)) if error.message.contains("a part"))
+        );
+        assert!(beside.next_end(&mut parts, "a part").await.is_none());
     }
 }

@@ -11,7 +11,9 @@ use tokio_util::sync::CancellationToken;
 use super::config::Settings;
 use super::exit::AppError;
 use crate::broker::Broker;
-use crate::error::{BrokerError, StoreError, redact};
+#[cfg(any(feature = "kafka", feature = "rabbitmq", feature = "embedded"))]
+use crate::error::BrokerError;
+use crate::error::{StoreError, redact};
 use crate::observe::{Health, PartState};
 use crate::store::Store;
 use crate::store::base::StoreOptions;
@@ -230,35 +232,6 @@ async fn open_named(settings: &Settings) -> Result<AnyBroker, AppError> {
              embedded://FILE",
             redact(url)
         ))),
-    }
-}
-
-/// Checks once, beside the work, whether the broker can be trusted, and stops everything if not,
-/// because waiting does not help. Whether the broker is there is found out by the work itself.
-#[derive(Debug)]
-pub(super) struct FirstLook(tokio::task::JoinHandle<Option<AppError>>);
-
-impl FirstLook {
-    pub(super) fn at(broker: &AnyBroker, settings: &Settings, all: &CancellationToken) -> Self {
-        let (broker, all, name) = (AnyBroker::clone(broker), all.clone(), redact(&settings.broker.url.0));
-        let settings_use_tls = ["kafkas:", "amqps:"].iter().any(|scheme| name.starts_with(scheme));
-        Self(tokio::spawn(async move {
-            if !settings_use_tls {
-                return None;
-            }
-            let looked = tokio::select! {
-                () = all.cancelled() => return None,
-                looked = broker.check(&[]) => looked,
-            };
-            let Err(error @ BrokerError::Untrusted(_)) = looked else { return None };
-            all.cancel();
-            Some(AppError::from(error).on(&name))
-        }))
-    }
-
-    /// The error that ended the work, if any.
-    pub(super) async fn end(self) -> Option<AppError> {
-        self.0.await.ok().flatten()
     }
 }
 

@@ -1,18 +1,14 @@
 //! The gauges of `/metrics` that are read from tables, from time to time, beside the work.
 //!
 //! Promises: rows that left the tables do not keep their last value. While the tables cannot be
-//! read, the gauge of their age rises. If the task panics, the program gets an error.
+//! read, the gauge of their age rises.
 
 use std::collections::BTreeSet;
-use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::task::JoinSet;
 use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
 
-use super::exit::AppError;
 use crate::observe;
 use crate::operator::Status;
 use crate::store::Duties;
@@ -23,40 +19,6 @@ const EVERY: Duration = Duration::from_secs(2);
 
 /// The pause between two counts of inbox rows, which change slowly and take longer.
 const INBOX_EVERY: Duration = Duration::from_secs(60);
-
-/// The task that updates the gauges of one database.
-#[derive(Debug)]
-pub(super) struct Gauges(JoinSet<()>);
-
-impl Gauges {
-    /// Starts the task; it runs until the stop.
-    pub(super) fn keep(store: Arc<dyn Duties>, stop: CancellationToken) -> Self {
-        Self::of(async move {
-            tokio::select! {
-                () = stop.cancelled() => {}
-                () = keep_gauges(store) => {}
-            }
-        })
-    }
-
-    fn of(task: impl Future<Output = ()> + Send + 'static) -> Self {
-        let mut tasks = JoinSet::new();
-        tasks.spawn(task);
-        Self(tasks)
-    }
-
-    /// Waits for the end of the task; `None` if the end was returned before.
-    ///
-    /// # Errors
-    /// The task panicked, so no gauge changes any more.
-    ///
-    /// # Cancel safety
-    /// Safe: the next call returns the end.
-    pub(super) async fn ended(&mut self) -> Option<Result<(), AppError>> {
-        let ended = self.0.join_next().await?;
-        Some(ended.map_err(|error| AppError::failed(format!("the gauges of /metrics ended unexpectedly: {error}"))))
-    }
-}
 
 /// Keeps the gauges of one database up to date; it does not end.
 pub async fn keep_gauges(store: Arc<dyn Duties>) {
@@ -140,20 +102,5 @@ impl Shown {
             observe::consumer_stands(gone, observe::ConsumerGauges::default());
         }
         (self.consumers, self.shards) = (consumers, shards);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Shown by: leaving the error out (the program continues with gauges that never change).
-    #[tokio::test]
-    async fn gauges_that_end_in_disorder_are_told_to_the_program_once() {
-        let mut gauges = Gauges::of(async { std::panic::panic_any("a fault") });
-        assert!(matches!(gauges.ended().await, Some(Err(error)) if error.message.contains("unexpectedly")));
-        assert!(gauges.ended().await.is_none());
-        let mut gauges = Gauges::of(async {});
-        assert!(matches!(gauges.ended().await, Some(Ok(()))));
     }
 }
