@@ -52,7 +52,8 @@ impl Beside {
         T: 'static,
         E: Into<AppError> + 'static,
     {
-        let unexpectedly = |what: &str, error: JoinError| AppError::failed(format!("{what} ended unexpectedly: {error}"));
+        let unexpectedly =
+            |what: &str, error: JoinError| AppError::failed(format!("{what} ended unexpectedly: {error}"));
         tokio::select! {
             ended = parts.join_next() => Some(match ended? {
                 Ok(ended) => ended.map(drop).map_err(Into::into),

@@ -6,7 +6,7 @@ mod settings;
 mod template;
 mod values;
 
-pub(crate) use self::load::{Layers, load};
+pub(crate) use self::load::load;
 pub use self::{
     load::Loaded,
     settings::*,

@@ -4,12 +4,12 @@
 use std::ffi::OsString;
 use std::future::Future;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
 
-use super::config::{Layers, Loaded, load};
+use super::config::{Loaded, load};
 use super::exit::{AppError, Exit};
 use super::logging::{LogFormat, say, speak, start_logging};
 
@@ -46,7 +46,7 @@ impl CommonArgs {
         if let Some(format) = self.log_format.or_else(from_environment) {
             speak(format);
         }
-        let loaded = self.read_layers(self.config.clone(), std::env::vars_os().collect(), listen)?;
+        let loaded = self.read_layers(self.config.as_deref(), &std::env::vars_os().collect::<Vec<_>>(), listen)?;
         start_logging(loaded.settings.log.format, &loaded.settings.log.filter).map_err(AppError::usage)?;
         Ok(loaded)
     }
@@ -61,15 +61,15 @@ impl CommonArgs {
         if self.config.is_some() && self.config != std::env::var_os(CONFIG).map(PathBuf::from) {
             return Err(AppError::usage("this command reads no configuration file: give it --database and --broker"));
         }
-        let loaded = self.read_layers(None, Vec::new(), None)?;
+        let loaded = self.read_layers(None, &[], None)?;
         start_logging(loaded.settings.log.format, log).map_err(AppError::usage)?;
         Ok(loaded)
     }
 
     fn read_layers(
         &self,
-        file: Option<PathBuf>,
-        environment: Vec<(OsString, OsString)>,
+        file: Option<&Path>,
+        environment: &[(OsString, OsString)],
         listen: Option<SocketAddr>,
     ) -> Result<Loaded, AppError> {
         let mut flags = Vec::new();
@@ -80,7 +80,7 @@ impl CommonArgs {
         flag("--broker", "broker.url", self.broker.clone());
         flag("--log-format", "log.format", self.log_format.map(|format| format!("{format:?}").to_lowercase()));
         flag("--listen", "http.listen", listen.map(|listen| listen.to_string()));
-        load(&Layers { file, environment, flags }).map_err(AppError::usage)
+        load(file, environment, &flags).map_err(AppError::usage)
     }
 }
 

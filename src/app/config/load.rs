@@ -5,24 +5,13 @@
 //! one. No value that may be a secret and no line of the file is repeated.
 
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use figment::error::{Actual, Kind};
 use figment::value::{Dict, Map, Value};
 use figment::{Figment, Metadata, Profile, Provider};
 
 use super::Settings;
-
-/// The sources of settings besides the defaults.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Layers {
-    /// The configuration file, as given by `--config FILE`; `None`: no file is read.
-    pub file: Option<PathBuf>,
-    /// The variables of the environment; those that begin with `ONCEBOX_` are settings.
-    pub environment: Vec<(OsString, OsString)>,
-    /// The flags: the flag as written, the path of its setting, and the value.
-    pub flags: Vec<(&'static str, &'static str, String)>,
-}
 
 /// Settings and their origins.
 #[derive(Debug, Clone)]
@@ -93,23 +82,28 @@ impl Layer {
     }
 }
 
-/// Reads all layers of settings and merges them.
+/// Reads all layers of settings and merges them: of the environment the variables that begin with
+/// `ONCEBOX_`; of each flag how it is written, the path of its setting, and the value.
 ///
 /// # Errors
 /// A source that cannot be read, an unknown key (with the nearest known one), or a value that
 /// cannot be used (with its origin). The text never holds a secret.
-pub(crate) fn load(layers: &Layers) -> Result<Loaded, String> {
+pub(crate) fn load(
+    file: Option<&Path>,
+    environment: &[(OsString, OsString)],
+    flags: &[(&str, &str, String)],
+) -> Result<Loaded, String> {
     let defaults = table_of(&Settings::default())?;
     let mut figment = Figment::from(Layer { origin: DEFAULT.to_owned(), values: defaults.clone() });
-    if let Some(file) = &layers.file {
+    if let Some(file) = file {
         figment = figment.merge(read(file)?);
     }
-    for (name, value) in &layers.environment {
+    for (name, value) in environment {
         if let Some(layer) = variable(name, value.clone(), &defaults)? {
             figment = figment.merge(layer);
         }
     }
-    for (flag, path, value) in &layers.flags {
+    for (flag, path, value) in flags {
         figment = figment.merge(Layer::one(format!("flag {flag}"), path, value.as_str().into()));
     }
     match figment.extract::<Settings>() {
