@@ -21,7 +21,7 @@ mod signals;
 
 pub use self::{
     connect::{AnyBroker, open_broker, open_store, open_store_with, require_schema, store_kind},
-    consumer::{HandlersByConsumer, require_apart, run_consumers_with},
+    consumer::{HandlersByConsumer, run_consumers_with},
     exit::AppError,
     logging::{LogFormat, say, speak, start_logging},
     program::{COMMON_OPTIONS, CommonArgs, run},

@@ -74,11 +74,8 @@ impl<S: Store> Default for HandlersByConsumer<S> {
 /// Refuses consumers that would take each other's messages: two of one name, two of one group
 /// (Kafka and embedded) that share a topic, and two of one queue (RabbitMQ). A queue has one topic
 /// too: `oncebox queues repartition` moves one topic and deletes its old queue, with what came of
-/// the other topic.
-///
-/// # Errors
-/// Their names, and what they share.
-pub fn require_apart(consumers: &[ConsumerSettings], broker_url: &str) -> Result<(), AppError> {
+/// the other topic. The error has their names, and what they share.
+fn require_apart(consumers: &[ConsumerSettings], broker_url: &str) -> Result<(), AppError> {
     let has_queues = broker_url.starts_with("amqp");
     let (mut names, mut taken) = (BTreeSet::new(), BTreeMap::new());
     for consumer in consumers {
@@ -110,6 +107,24 @@ pub fn require_apart(consumers: &[ConsumerSettings], broker_url: &str) -> Result
         }
     }
     Ok(())
+}
+
+impl Settings {
+    /// With which of these settings a program does not start: which program, what of its settings,
+    /// and why.
+    #[must_use]
+    pub fn mistakes(&self) -> Vec<(&'static str, String, String)> {
+        let mut found = Vec::new();
+        let of_publisher = self.publisher.options(String::new(), self.shutdown_grace).err();
+        found.extend(of_publisher.map(|why| ("publisher", "publisher: settings".to_owned(), why)));
+        for consumer in &self.consumer {
+            let of_consumer = consumer.options(false, self.shutdown_grace).err();
+            found.extend(of_consumer.map(|why| ("consumer", format!("consumer {}: settings", consumer.name), why)));
+        }
+        let shared = require_apart(&self.consumer, &self.broker.url.0).err();
+        found.extend(shared.map(|error| ("consumer", "consumers: settings".to_owned(), error.message)));
+        found
+    }
 }
 
 /// Runs consumers with handlers in Rust until the stop. The database URL must name their store.

@@ -11,7 +11,7 @@ use super::act::{refused, said};
 use super::common::{CommonArgs, Output, listed, plain};
 use oncebox::adapter::{Announced, Versions, unreadable};
 use oncebox::app::config::{ConsumerSettings, Settings};
-use oncebox::app::{AnyBroker, AppError, open_broker, require_apart, say};
+use oncebox::app::{AnyBroker, AppError, open_broker, say};
 use oncebox::broker::{BrokerFinding, Subscription};
 use oncebox::error::redact;
 use oncebox::operation::OperationName;
@@ -237,18 +237,10 @@ fn versions(live: &[Announced]) -> Vec<Finding> {
 
 /// The settings with which a program does not start.
 fn unusable(settings: &Settings) -> Vec<Finding> {
-    let grace = settings.shutdown_grace;
-    let mut judged =
-        vec![("publisher", "publisher: settings".to_owned(), settings.publisher.options(String::new(), grace).err())];
-    judged.extend(settings.consumer.iter().map(|consumer| {
-        ("consumer", format!("consumer {}: settings", consumer.name), consumer.options(false, grace).err())
-    }));
-    let apart = require_apart(&settings.consumer, &settings.broker.url.0);
-    judged.push(("consumer", "consumers: settings".to_owned(), apart.err().map(|error| error.message)));
-    let refused = |(program, name, why): (&str, String, Option<String>)| {
-        Some(Finding::refused(name, why?, format!("mend it, or `{program}` does not start")))
+    let refused = |(program, name, why): (&str, String, String)| {
+        Finding::refused(name, why, format!("mend it, or `{program}` does not start"))
     };
-    judged.into_iter().filter_map(refused).collect()
+    settings.mistakes().into_iter().map(refused).collect()
 }
 
 /// Says what an inbox with a horizon cannot recognise (G8).

@@ -44,17 +44,16 @@ pub(super) async fn run(command: &QueuesCommand, common: &CommonArgs, output: Ou
 
 #[cfg(feature = "rabbitmq")]
 async fn repartition(args: &RepartitionArgs, settings: &Settings, output: Output) -> Result<(), AppError> {
-    use oncebox::app::{require_apart, say};
+    use oncebox::app::say;
     use oncebox::broker::rabbitmq::{RabbitBroker, Repartition};
 
     if !matches!(settings.broker.url.0.split_once(':'), Some(("amqp" | "amqps", _))) {
         return Err(AppError::usage("only RabbitMQ has queues of consumers; set [broker] url to amqp:// or amqps://"));
     }
-    // An old queue is deleted once its topic has moved. Nothing else may be in it or read it.
-    require_apart(&settings.consumer, &settings.broker.url.0)?;
-    // A wrong name of a queue would make queues that fill and that no consumer reads.
-    for consumer in &settings.consumer {
-        consumer.options(false, settings.shutdown_grace).map_err(AppError::usage)?;
+    // An old queue is deleted once its topic has moved: nothing else may be in it or read it. A
+    // wrong name of a queue would make queues that fill and that no consumer reads.
+    if let Some((.., why)) = settings.mistakes().into_iter().find(|(program, ..)| *program == "consumer") {
+        return Err(AppError::usage(why));
     }
     let broker = RabbitBroker::new(settings.rabbitmq())?;
     let partitions = settings.broker.rabbitmq.partitions;

@@ -433,11 +433,9 @@ impl ConsumerSettings {
         }
     }
 
-    /// The options of the consumer for the runtime, on a store with one writer or with many.
-    ///
-    /// # Errors
-    /// The setting that cannot be used, and why.
-    pub fn options(&self, has_one_writer: bool, shutdown_grace: Duration) -> Result<ConsumerOptions, String> {
+    /// The options of the consumer for the runtime, on a store with one writer or with many; an
+    /// error names the setting and says why.
+    pub(crate) fn options(&self, has_one_writer: bool, shutdown_grace: Duration) -> Result<ConsumerOptions, String> {
         let mut options = ConsumerOptions::new(self.name.clone(), self.topics.clone());
         let bad = |what: &str, why: &str| format!("consumer `{}`: {what}: {why}", self.name);
         if self.name.is_empty() || self.name.len() > 128 {
@@ -562,11 +560,8 @@ impl Default for LogSettings {
 }
 
 impl PublisherSettings {
-    /// The options of the relay for the runtime.
-    ///
-    /// # Errors
-    /// The setting that cannot be used, and why.
-    pub fn options(&self, owner: String, shutdown_grace: Duration) -> Result<RelayOptions, String> {
+    /// The options of the relay for the runtime; an error names the setting and says why.
+    pub(crate) fn options(&self, owner: String, shutdown_grace: Duration) -> Result<RelayOptions, String> {
         crate::message::limits::check_printable("publisher.source", &self.source, 255)
             .map_err(|error| error.to_string())?;
         if self.lease < Duration::from_secs(1) {

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 
 use super::SLOW_SHARE;
-use super::running::{Running, drain, options};
+use super::running::{Running, drain};
 use crate::bench::Load;
 use crate::bench::bed::Bed;
 use crate::bench::consume::Effect;
@@ -18,7 +18,7 @@ use crate::progress::Rounds;
 use oncebox::app::AppError;
 use oncebox::error::HandlerError;
 use oncebox::message::Message;
-use oncebox::{HandlerTx, MessageHandler};
+use oncebox::{ConsumerOptions, HandlerTx, MessageHandler};
 
 /// The most messages behind the failed one: the database counts at most twice that.
 const BEHIND_MAX: usize = 5_000;
@@ -66,7 +66,7 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Fig
 /// Effects per second from the first success after the failure, with all messages stored behind it.
 async fn failed<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, count: usize) -> Result<f64, AppError> {
     let before = bed.store.effects().await?;
-    let mut options = options::<S>(name, topic)?;
+    let mut options = ConsumerOptions::new(name, vec![topic.to_owned()]);
     options.retry.in_place = 0;
     options.retry.max_attempts = 10_000;
     (options.retry.base, options.retry.cap) = (RETRY, RETRY);

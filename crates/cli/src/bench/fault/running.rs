@@ -14,7 +14,6 @@ use crate::bench::work::KIND;
 use crate::bench::yard::Yard;
 use crate::common::failed;
 use oncebox::app::AppError;
-use oncebox::app::config::ConsumerSettings;
 use oncebox::observe::Health;
 use oncebox::{Consumer, ConsumerOptions, Handlers, MessageHandler};
 
@@ -25,12 +24,6 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// The rate at a moment is that of the time before it, of this length.
 const WINDOW: Duration = Duration::from_millis(500);
 const LOOK: Duration = Duration::from_millis(20);
-
-/// The options that the program `consumer` has on this store.
-pub(super) fn options<S: Yard>(name: &str, topic: &str) -> Result<ConsumerOptions, AppError> {
-    let settings = ConsumerSettings::new(name, vec![topic.to_owned()]);
-    settings.options(S::WRITERS == 1, Duration::from_secs(20)).map_err(AppError::usage)
-}
 
 /// A running consumer, which ends when this is dropped.
 pub(super) struct Running {
@@ -115,7 +108,7 @@ impl Running {
 /// Runs a consumer with the simple handler. Returns the course of the effects from its first
 /// delivery until there are `until`.
 pub(super) async fn drain<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, until: usize) -> Result<Course, AppError> {
-    let mut running = Running::start(bed, options::<S>(name, topic)?, Effect);
+    let mut running = Running::start(bed, ConsumerOptions::new(name, vec![topic.to_owned()]), Effect);
     let since = running.first_delivery().await?;
     let course = running.course(&bed.store, since, until).await?;
     running.stop().await?;
