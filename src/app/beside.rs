@@ -66,9 +66,6 @@ impl Beside {
     }
 
     /// Cancels the token of all parts, and waits until the gauges and the first look have ended.
-    ///
-    /// # Errors
-    /// The first look found that the broker cannot be trusted.
     pub(super) async fn end(mut self) -> Result<(), AppError> {
         self.all.cancel();
         self.gauges.shutdown().await;

@@ -24,9 +24,6 @@ use crate::time::pace::Pace;
 pub type AnyBroker = Arc<dyn Broker>;
 
 /// The kind of store of a URL: `postgres`, `mysql` or `sqlite`.
-///
-/// # Errors
-/// The scheme of the URL is not known.
 pub fn store_kind(url: &str) -> Result<&'static str, AppError> {
     match url.split_once(':').map(|(scheme, _)| scheme) {
         Some("postgres" | "postgresql") => Ok("postgres"),
@@ -95,9 +92,6 @@ pub async fn open_store<S: Store>(
 }
 
 /// As [`open_store`], with what `change` changes in the options of the settings.
-///
-/// # Errors
-/// As [`open_store`].
 pub async fn open_store_with<S: Store>(
     settings: &Settings,
     change: impl FnOnce(&mut StoreOptions),
@@ -130,9 +124,6 @@ pub async fn open_store_with<S: Store>(
 }
 
 /// Checks that the schema is the one that this program was built with.
-///
-/// # Errors
-/// What the database has instead, with its name and the remedy.
 pub async fn require_schema<S: Store>(store: &S, settings: &Settings) -> Result<(), AppError> {
     let required = store.schema().await.and_then(SchemaState::require);
     required.map_err(|error| AppError::from(error).on(&redact(&settings.database.url.0)))
@@ -154,9 +145,6 @@ impl<'a> Wait<'a> {
 
     /// Asks until the server is there, and returns its answer. `name` is the server's, for
     /// messages.
-    ///
-    /// # Errors
-    /// The first error that does not say that it is away; the stop.
     pub(super) async fn until<T, E, F>(
         &mut self,
         name: &str,
@@ -260,9 +248,6 @@ fn missing_feature(feature: &str) -> AppError {
 #[cfg(any(feature = "kafka", feature = "rabbitmq"))]
 impl Settings {
     /// The configuration of Kafka from these settings.
-    ///
-    /// # Errors
-    /// What is wrong in the URL, without its password.
     #[cfg(feature = "kafka")]
     pub fn kafka(&self) -> Result<crate::broker::kafka::KafkaConfig, BrokerError> {
         let from = &self.broker.kafka;

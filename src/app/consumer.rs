@@ -128,9 +128,6 @@ impl Settings {
 }
 
 /// Runs consumers with handlers in Rust until the stop. The database URL must name their store.
-///
-/// # Errors
-/// An error that a person must repair.
 pub async fn run_consumers_with<S: Store>(
     settings: &Settings,
     handlers: HandlersByConsumer<S>,

@@ -22,7 +22,7 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// An error with the exit code of the program.
+/// An error that a person must repair, with the exit code of the program.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
 pub struct AppError {

@@ -35,9 +35,6 @@ impl FromStr for LogFormat {
 static JSON: AtomicBool = AtomicBool::new(false);
 
 /// Starts logging; a second call changes nothing.
-///
-/// # Errors
-/// A filter that cannot be read.
 pub fn start_logging(format: LogFormat, filter: &str) -> Result<(), String> {
     speak(format);
     let from_environment = std::env::var(EnvFilter::DEFAULT_ENV).ok().filter(|filter| !filter.is_empty());

@@ -37,9 +37,6 @@ pub struct CommonArgs {
 
 impl CommonArgs {
     /// Reads all layers of settings and starts logging.
-    ///
-    /// # Errors
-    /// Settings that cannot be used: exit code 2.
     pub fn load(&self, listen: Option<SocketAddr>) -> Result<Loaded, AppError> {
         // Errors in the settings are written in the requested format, so that is read first.
         let from_environment = || std::env::var("ONCEBOX_LOG__FORMAT").ok().and_then(|format| format.parse().ok());
@@ -54,9 +51,6 @@ impl CommonArgs {
     /// As [`CommonArgs::load`], from the command line and nothing else: what stands in the
     /// environment or in a file may name a database that others work with. A person watches: no
     /// more than `log` is logged.
-    ///
-    /// # Errors
-    /// A configuration file, and settings that cannot be used: exit code 2.
     pub fn load_command_line(&self, log: &str) -> Result<Loaded, AppError> {
         if self.config.is_some() && self.config != std::env::var_os(CONFIG).map(PathBuf::from) {
             return Err(AppError::usage("this command reads no configuration file: give it --database and --broker"));

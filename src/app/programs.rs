@@ -32,10 +32,7 @@ pub struct PublisherArgs {
 }
 
 impl PublisherArgs {
-    /// Runs the program.
-    ///
-    /// # Errors
-    /// An error that a person must repair.
+    /// Runs the program `publisher`.
     pub fn run(self, common: &CommonArgs) -> BoxFuture<'_, Result<(), AppError>> {
         // Boxed, so that this code is compiled with the library and not again in each program.
         Box::pin(async move {
@@ -75,9 +72,6 @@ pub struct ConsumerArgs {
 
 impl ConsumerArgs {
     /// Runs the program with the handlers of the configuration.
-    ///
-    /// # Errors
-    /// An error that a person must repair.
     pub fn run(self, common: &CommonArgs) -> BoxFuture<'_, Result<(), AppError>> {
         // Boxed, so that this code is compiled with the library and not again in each program.
         Box::pin(async move {
@@ -87,9 +81,6 @@ impl ConsumerArgs {
     }
 
     /// Runs the program with handlers in Rust.
-    ///
-    /// # Errors
-    /// An error that a person must repair.
     pub async fn run_with<S: Store>(
         self,
         common: &CommonArgs,
@@ -106,9 +97,6 @@ impl ConsumerArgs {
 
 /// Starts a program of this name: reads the settings, listens for signals, and serves health and
 /// metrics where that is asked for.
-///
-/// # Errors
-/// An error that a person must repair.
 pub fn start<'a>(
     program: &'static str,
     address: Option<SocketAddr>,

@@ -14,9 +14,6 @@ use super::exit::AppError;
 const SAME_SIGNAL: Duration = Duration::from_millis(100);
 
 /// Returns a token that the first SIGTERM or SIGINT cancels; the second one exits with 1.
-///
-/// # Errors
-/// The process cannot listen for signals.
 pub fn stop_on_signals() -> Result<CancellationToken, AppError> {
     let token = CancellationToken::new();
     let listen =

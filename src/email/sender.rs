@@ -124,9 +124,6 @@ impl Sender {
 
     /// Runs until the stop, or until nothing is left if `until_empty` is set.
     ///
-    /// # Errors
-    /// An error that a person must repair.
-    ///
     /// # Cancel safety
     /// If the future is dropped, a row that is being sent is sent again later under the same
     /// Message-ID.
@@ -288,9 +285,6 @@ impl Sender {
     }
 
     /// Sends one e-mail once.
-    ///
-    /// # Errors
-    /// Why none can be sent now.
     async fn send(&self, email: &EmailToSend) -> Result<EmailOutcome, String> {
         let message_id = message_id(&email.unique_key);
         let tried = match compose(&self.from, &message_id, &email.recipient, &email.subject, &email.body) {

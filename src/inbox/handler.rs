@@ -47,9 +47,6 @@ impl<'t, S: Store> HandlerTx<'t, S> {
     }
 
     /// Enqueues a follow-up message in the same transaction.
-    ///
-    /// # Errors
-    /// As [`crate::outbox::enqueue::enqueue`].
     pub async fn enqueue(&mut self, message: NewMessage) -> Result<Uuid, StoreError> {
         *self.enqueued = true;
         crate::outbox::enqueue::enqueue(self.connection, message).await
@@ -57,9 +54,6 @@ impl<'t, S: Store> HandlerTx<'t, S> {
 
     /// Stores an e-mail row in the same transaction. Returns false if the unique key exists
     /// already.
-    ///
-    /// # Errors
-    /// The error of the database.
     pub async fn queue_email(&mut self, email: &NewEmail) -> Result<bool, StoreError> {
         self.connection.queue_email(email).await
     }

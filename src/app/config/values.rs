@@ -11,9 +11,6 @@ use crate::time::bound::LONGEST;
 
 /// Reads a duration as people write it, such as `30s`, of at most 100 years: no instant lies so far
 /// ahead that a longer one could be waited for.
-///
-/// # Errors
-/// What is wrong, in words.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
     match humantime::parse_duration(text) {
         Ok(duration) if duration > LONGEST => Err(format!("`{text}` is longer than 100 years")),
