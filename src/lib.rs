@@ -150,16 +150,16 @@ mod properties;
 pub mod adapter {
     #[cfg(feature = "programs")]
     pub use crate::app::gauges::keep_gauges;
+    #[cfg(feature = "duties")]
+    pub use crate::time::lease::Lease;
     pub use crate::{
         broker::envelope::{arrive, headers},
         broker::share::{Seat, Share, share},
-        inbox::rules::horizon::{Age, Bounds, Verdict, judge},
+        inbox::rules::horizon::Bounds,
         inbox::rules::position::{Break, BrokerOffsets, Position, start},
         text::hex::hex,
         time::db_time::DbTime,
     };
-    #[cfg(feature = "duties")]
-    pub use crate::{inbox::port::time_in_id, time::lease::Lease};
     #[cfg(feature = "operations")]
     pub use crate::{
         operation::port::stored::Columns,

@@ -152,8 +152,7 @@ pub struct Opened {
 }
 
 /// The time that an id carries.
-#[must_use]
-pub fn time_in_id(id: MessageId) -> Option<DbTime> {
+pub(crate) fn time_in_id(id: MessageId) -> Option<DbTime> {
     id.unix_millis().map(|millis| DbTime::from_millis(i64::try_from(millis).unwrap_or(i64::MAX)))
 }
 
