@@ -89,18 +89,6 @@ pub struct FoundKeys {
     pub unreadable: Vec<(Vec<u8>, String)>,
 }
 
-impl FoundKeys {
-    /// Adds the record that was read under this digest; one that cannot be read hides no other.
-    pub(crate) fn add(&mut self, digest: Vec<u8>, read: Result<Look, StoreError>) -> Result<(), StoreError> {
-        match read {
-            Ok(look) => self.keys.push(look),
-            Err(error @ StoreError::Corrupt(_)) => self.unreadable.push((digest, error.to_string())),
-            Err(error) => return Err(error),
-        }
-        Ok(())
-    }
-}
-
 /// The operations that match an `OperationFilter`.
 #[derive(Debug, Default)]
 pub struct FoundOperations {
@@ -115,19 +103,18 @@ pub struct FoundOperations {
     pub orphans: Vec<Uuid>,
 }
 
-impl FoundOperations {
-    /// Adds the operation that was read under this id; one that cannot be read hides no other.
-    pub(crate) fn add(
-        &mut self,
-        id: Uuid,
-        read: Result<Option<StoredOperation>, StoreError>,
-    ) -> Result<(), StoreError> {
-        match read {
-            Ok(found) => self.operations.extend(found),
-            Err(error @ StoreError::Corrupt(_)) => self.unreadable.push((id, error.to_string())),
-            Err(error) => return Err(error),
+/// What was read under this id. What cannot be read is noted, and hides nothing else.
+pub(crate) fn readable<I, T>(
+    read: Result<T, StoreError>,
+    id: I,
+    unreadable: &mut Vec<(I, String)>,
+) -> Result<Option<T>, StoreError> {
+    match read {
+        Err(error @ StoreError::Corrupt(_)) => {
+            unreadable.push((id, error.to_string()));
+            Ok(None)
         }
-        Ok(())
+        read => read.map(Some),
     }
 }
 

@@ -19,7 +19,7 @@ use crate::operation::rules::{Record, State};
 use crate::operator::ActContext;
 use crate::operator::keys::{
     Audit, FoundKeys, FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, judged,
-    judgement, nothing_known, overruled,
+    judgement, nothing_known, overruled, readable,
 };
 use crate::store::statements::Dialect;
 use crate::text::hex::hex;
@@ -89,7 +89,8 @@ impl<S: KeyStore + Phases> KeyOperator for S {
         let mut found = FoundKeys::default();
         for row in self.reader().await?.rows(keys).await? {
             // The digest stands behind the columns of the record.
-            found.add(row.get(records::LOOK_COLUMNS)?, records::look_of(&*row))?;
+            let digest: Vec<u8> = row.get(records::LOOK_COLUMNS)?;
+            found.keys.extend(readable(records::look_of(&*row), digest, &mut found.unreadable)?);
         }
         Ok(found)
     }
@@ -114,7 +115,8 @@ impl<S: KeyStore + Phases> KeyOperator for S {
         drop(reader);
         for row in rows {
             let id = row.get(0)?;
-            found.add(id, self.operation(id).await)?;
+            let read = self.operation(id).await;
+            found.operations.extend(readable(read, id, &mut found.unreadable)?.flatten());
         }
         Ok(found)
     }
