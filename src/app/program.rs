@@ -1,10 +1,9 @@
 //! The flags of all programs, and how each program starts and ends. Your own program can use them
 //! too.
 
-use std::ffi::OsString;
 use std::future::Future;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
@@ -13,8 +12,6 @@ use super::config::{Loaded, load};
 use super::exit::{AppError, Exit};
 use super::logging::{LogFormat, say, speak, start_logging};
 
-/// The variable of the environment that replaces `--config`.
-const CONFIG: &str = "ONCEBOX_CONFIG";
 /// The heading in a help under which the flags stand that every command takes.
 pub const COMMON_OPTIONS: &str = "Common options";
 
@@ -22,7 +19,7 @@ pub const COMMON_OPTIONS: &str = "Common options";
 #[derive(Debug, Clone, Default, Args)]
 pub struct CommonArgs {
     /// Configuration file (TOML); `oncebox config template` prints one
-    #[arg(long, value_name = "FILE", env = CONFIG, global = true, help_heading = COMMON_OPTIONS)]
+    #[arg(long, value_name = "FILE", env = "ONCEBOX_CONFIG", global = true, help_heading = COMMON_OPTIONS)]
     pub config: Option<PathBuf>,
     /// Database: postgres://, mysql:// (also MariaDB) or sqlite://FILE [env: ONCEBOX_DATABASE__URL]
     #[arg(long, value_name = "URL", global = true, help_heading = COMMON_OPTIONS)]
@@ -43,29 +40,6 @@ impl CommonArgs {
         if let Some(format) = self.log_format.or_else(from_environment) {
             speak(format);
         }
-        let loaded = self.read_layers(self.config.as_deref(), &std::env::vars_os().collect::<Vec<_>>(), listen)?;
-        start_logging(loaded.settings.log.format, &loaded.settings.log.filter).map_err(AppError::usage)?;
-        Ok(loaded)
-    }
-
-    /// As [`CommonArgs::load`], from the command line and nothing else: what stands in the
-    /// environment or in a file may name a database that others work with. A person watches: no
-    /// more than `log` is logged.
-    pub fn load_command_line(&self, log: &str) -> Result<Loaded, AppError> {
-        if self.config.is_some() && self.config != std::env::var_os(CONFIG).map(PathBuf::from) {
-            return Err(AppError::usage("this command reads no configuration file: give it --database and --broker"));
-        }
-        let loaded = self.read_layers(None, &[], None)?;
-        start_logging(loaded.settings.log.format, log).map_err(AppError::usage)?;
-        Ok(loaded)
-    }
-
-    fn read_layers(
-        &self,
-        file: Option<&Path>,
-        environment: &[(OsString, OsString)],
-        listen: Option<SocketAddr>,
-    ) -> Result<Loaded, AppError> {
         let mut flags = Vec::new();
         let mut flag = |flag: &'static str, path: &'static str, value: Option<String>| {
             flags.extend(value.map(|value| (flag, path, value)));
@@ -74,7 +48,10 @@ impl CommonArgs {
         flag("--broker", "broker.url", self.broker.clone());
         flag("--log-format", "log.format", self.log_format.map(|format| format!("{format:?}").to_lowercase()));
         flag("--listen", "http.listen", listen.map(|listen| listen.to_string()));
-        load(file, environment, &flags).map_err(AppError::usage)
+        let environment: Vec<_> = std::env::vars_os().collect();
+        let loaded = load(self.config.as_deref(), &environment, &flags).map_err(AppError::usage)?;
+        start_logging(loaded.settings.log.format, &loaded.settings.log.filter).map_err(AppError::usage)?;
+        Ok(loaded)
     }
 }
 

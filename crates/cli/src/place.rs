@@ -10,8 +10,8 @@ use rustix::process::{Pid, Signal, kill_process};
 use tokio::process::{Child, Command};
 
 use super::common::{CommonArgs, failed};
-use oncebox::app::AppError;
 use oncebox::app::config::{Secret, Settings};
+use oncebox::app::{AppError, start_logging};
 
 /// A directory, settings, and a tag for names that nobody else has. Nothing of it is made yet.
 #[derive(Debug)]
@@ -24,21 +24,24 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Reads the command line. If it names no database, that is a file in `dir`; so is the broker.
-    /// Without `dir`, that is one below the system's temporary directory. `log` is the level for
-    /// the log if the command line has none.
+    /// Reads the command line and nothing else: what stands in the environment or in a file may
+    /// name a database that others work with. If it names no database, that is a file in `dir`; so
+    /// is the broker. Without `dir`, that is one below the system's temporary directory. A person
+    /// watches: no more than `log` is logged.
     pub(super) fn find(what: &str, common: &CommonArgs, dir: Option<&Path>, log: &str) -> Result<Self, AppError> {
+        if common.config.is_some() && common.config != std::env::var_os("ONCEBOX_CONFIG").map(PathBuf::from) {
+            return Err(AppError::usage("this command reads no configuration file: give it --database and --broker"));
+        }
         let tag = format!("{:08x}", fastrand::u32(..));
         let ours = std::env::temp_dir().join(format!("oncebox-{what}-{tag}"));
         let absolute = std::path::absolute(dir.unwrap_or(&ours));
         let absolute = absolute.map_err(failed)?;
-        let mut settings = common.load_command_line(log)?.settings;
-        if common.database.is_none() {
-            settings.database.url = file_url(&absolute, "payments");
-        }
-        if common.broker.is_none() {
-            settings.broker.url = Secret(format!("embedded://{}", absolute.join("broker.db").display()));
-        }
+        let mut settings = Settings::default();
+        settings.log.format = common.log_format.unwrap_or_default();
+        start_logging(settings.log.format, log).map_err(AppError::usage)?;
+        settings.database.url = common.database.clone().map_or_else(|| file_url(&absolute, "payments"), Secret);
+        let broker = || format!("embedded://{}", absolute.join("broker.db").display());
+        settings.broker.url = Secret(common.broker.clone().unwrap_or_else(broker));
         settings.broker.kafka.create_topics = true;
         Ok(Self { settings, dir: absolute, dir_is_ours: dir.is_none(), tag })
     }
