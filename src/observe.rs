@@ -4,6 +4,7 @@
 //! `docs/reference/metrics.md`, and a test compares the two. Labels are few and bounded: never a
 //! key, an id or an error text. Not here: exporting metrics (`app`).
 
+mod finding;
 mod health;
 #[cfg(feature = "operations")]
 mod operations;
@@ -13,7 +14,10 @@ mod table;
 
 use std::time::Duration;
 
-pub use health::Health;
+pub use self::{
+    finding::{Finding, Severity},
+    health::Health,
+};
 #[cfg(any(feature = "consumer", feature = "operations", feature = "relay"))]
 pub(crate) use health::PartState;
 #[cfg(any(feature = "consumer", feature = "email", feature = "relay"))]

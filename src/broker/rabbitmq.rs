@@ -53,9 +53,10 @@ use self::subscriber::RabbitSubscriber;
 use self::tap::Taps;
 use self::topology::Topology;
 use self::version::ServerVersion;
-use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
+use super::{Broker, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::message::Arrived;
+use crate::observe::Finding;
 
 /// A configured RabbitMQ. Clones share the taps, and what is known of connections that were cut.
 #[derive(Debug, Clone)]
@@ -130,7 +131,7 @@ impl Broker for RabbitBroker {
         Ok(())
     }
 
-    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
+    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
         check::check(&self.config, self.version().await?, subscriptions).await
     }
 

@@ -7,9 +7,10 @@ use sqlx::sqlite::SqliteConnection;
 
 use super::log::Log;
 use super::record::{self, Range};
-use crate::broker::{BETWEEN_LOOKS, BrokerFinding, STANDS_STILL, Subscription};
+use crate::broker::{BETWEEN_LOOKS, STANDS_STILL, Subscription};
 use crate::error::BrokerError;
 use crate::message::Arrived;
+use crate::observe::Finding;
 
 /// Most rows of one read in [`read_all`].
 const READ_ROWS: usize = 2_000;
@@ -146,7 +147,7 @@ pub(super) async fn read_all(log: &Log, topic: &str) -> Result<Vec<Arrived>, Bro
 }
 
 /// Checks the file and the groups.
-pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
+pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
     let mut connection = log.connect().await?;
     let failed = |error: sqlx::Error| log.failed("check", &error);
     let path = log.config.path.display();
@@ -156,18 +157,18 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
         sqlx::query_scalar("pragma quick_check(1)").fetch_one(&mut *connection).await.map_err(failed)?;
     let detail = format!("`{path}`: {sound}");
     findings.push(match sound.as_str() {
-        "ok" => BrokerFinding::fine("file", detail),
+        "ok" => Finding::ok("file", detail),
         _ => {
             let remedy = "restore the broker file, or save what `.recover` of sqlite3 finds";
-            BrokerFinding::refused("file", detail, remedy)
+            Finding::refused("file", detail, remedy)
         }
     });
     let journal: String =
         sqlx::query_scalar("pragma journal_mode").fetch_one(&mut *connection).await.map_err(failed)?;
     let detail = format!("journal mode is `{journal}`; rows are synced to disk before they are settled");
     findings.push(match journal.as_str() {
-        "wal" => BrokerFinding::fine("journal", detail),
-        _ => BrokerFinding::refused("journal", detail, "keep the file on a local disk: WAL needs shared memory"),
+        "wal" => Finding::ok("journal", detail),
+        _ => Finding::refused("journal", detail, "keep the file on a local disk: WAL needs shared memory"),
     });
     let mut waiting = Vec::new();
     for subscription in subscriptions {
@@ -179,10 +180,8 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
         let name = format!("group {}", subscription.group());
         let detail = format!("members: {members}, rows not acknowledged: {lag}");
         findings.push(match members {
-            0 if lag > 0 => {
-                BrokerFinding::stuck(name, detail, format!("start the consumer `{}`", subscription.consumer))
-            }
-            _ => BrokerFinding::fine(name, detail),
+            0 if lag > 0 => Finding::stuck(name, detail, format!("start the consumer `{}`", subscription.consumer)),
+            _ => Finding::ok(name, detail),
         });
     }
     if !waiting.is_empty() {
@@ -197,7 +196,7 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
         let detail = format!(
             "members: {members}, rows not acknowledged: {lag}, and none was in {BETWEEN_LOOKS:?}: it stands still"
         );
-        findings[at] = BrokerFinding::stuck(findings[at].name.clone(), detail, STANDS_STILL);
+        findings[at] = Finding::stuck(findings[at].name.clone(), detail, STANDS_STILL);
     }
     findings.extend(keepers(log, &mut connection, subscriptions).await.map_err(failed)?);
     connection.close().await.map_err(failed)?;
@@ -210,7 +209,7 @@ async fn keepers(
     log: &Log,
     connection: &mut SqliteConnection,
     subscriptions: &[Subscription],
-) -> Result<Vec<BrokerFinding>, sqlx::Error> {
+) -> Result<Vec<Finding>, sqlx::Error> {
     if log.config.retention.is_none() {
         return Ok(Vec::new());
     }
@@ -227,7 +226,7 @@ async fn keepers(
     let kept = kept.into_iter().filter(|(name, _)| unnamed(name));
     let tell = |(name, kept): (String, i64)| {
         let (path, quoted) = (log.config.path.display(), name.replace('\'', "''"));
-        BrokerFinding::weaker(
+        Finding::warning(
             format!("group {name}"),
             format!("nobody is in it, and {kept} rows are kept for it whatever their age"),
             format!(

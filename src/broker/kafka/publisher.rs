@@ -365,8 +365,8 @@ impl Publisher for KafkaPublisher {
                 if !named && tokio::time::timeout_at(until.into(), self.session.window.changed()).await.is_ok() {
                     continue;
                 }
-                // An outcome may have come since, and is returned before the error. Or a report that
-                // tells more: that the topic takes smaller batches.
+                // An outcome may have come since: it is returned before the error. So may a report
+                // that tells more, as that the topic takes smaller batches.
                 return if self.session.window.take(settled) { Ok(()) } else { Err(self.doubt().unwrap_or(doubt)) };
             }
             self.changed().await;
