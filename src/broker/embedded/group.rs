@@ -44,12 +44,10 @@ pub(super) struct Lease {
 pub(super) struct Fenced {
     pub(super) partition_id: i64,
     pub(super) epoch: i64,
-    /// The next offset to be handled.
     pub(super) committed: Option<i64>,
     pub(super) release: bool,
 }
 
-/// The state of this member in its group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Standing {
     pub(super) leases: Vec<Lease>,
@@ -60,7 +58,6 @@ pub(super) struct Standing {
     pub(super) generation: i64,
 }
 
-/// Joins the group as a new member.
 pub(super) async fn join(
     tx: &mut SqliteConnection,
     group: &str,

@@ -35,7 +35,6 @@ pub(super) struct Log {
     pub(super) appended: watch::Sender<u64>,
 }
 
-/// A connection to the log, and the file that it has open.
 #[derive(Debug)]
 pub(super) struct LogConnection {
     sqlite: SqliteConnection,
@@ -180,7 +179,6 @@ impl Log {
         Ok(WriteTx { tx, held })
     }
 
-    /// Commits, and releases the turn.
     pub(super) async fn commit(&self, write: WriteTx<'_>) -> Result<(), BrokerError> {
         let WriteTx { tx, held } = write;
         let committed = tx.commit().await;
@@ -192,7 +190,6 @@ impl Log {
         self.turn.take(self.config.busy_timeout).await.map_err(|error| BrokerError::Unavailable(error.to_string()))
     }
 
-    /// Converts an error of SQLite to what it means for the session.
     pub(super) fn failed(&self, doing: &str, error: &sqlx::Error) -> BrokerError {
         let path = self.config.path.display();
         let words = classify::words(error);
@@ -211,7 +208,6 @@ impl Log {
     }
 }
 
-/// The path of the lock file of a broker file.
 fn lock_file(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".lock");

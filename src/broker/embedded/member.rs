@@ -30,12 +30,10 @@ use crate::inbox::rules::position::BrokerOffsets;
 /// Most rows of one batch, and below, most bytes.
 const BATCH_ROWS: usize = 500;
 const BATCH_BYTES: usize = 4 * 1024 * 1024;
-/// Most batches that may wait for `next`.
 const BATCHES_QUEUED: usize = 2;
 const POLL_MIN: Duration = Duration::from_millis(2);
 const POLL_MAX: Duration = Duration::from_millis(20);
 
-/// A partition that this member owns.
 #[derive(Debug)]
 struct Owned {
     id: PartitionId,
@@ -63,7 +61,6 @@ struct Order {
     leave: bool,
 }
 
-/// The result of a write transaction.
 #[derive(Debug)]
 struct Written {
     order: Order,
@@ -72,7 +69,6 @@ struct Written {
     joined_anew: Option<Membership>,
 }
 
-/// A row that was read and is not finished.
 #[derive(Debug)]
 struct Unfinished {
     offset: i64,
@@ -99,7 +95,6 @@ impl Owned {
 
 type Finished = (LogConnection, Result<Written, BrokerError>);
 
-/// A group member with its connections.
 pub(super) struct Member {
     log: Arc<Log>,
     group: String,
@@ -198,7 +193,6 @@ impl Member {
         }
     }
 
-    /// Works until the subscriber is dropped.
     async fn work(&mut self) -> Result<(), BrokerError> {
         while !self.events.is_closed() {
             if self.writing.as_ref().is_some_and(JoinHandle::is_finished) {
@@ -221,7 +215,6 @@ impl Member {
         Ok(())
     }
 
-    /// Waits until there may be something to do.
     async fn wait(&mut self) -> Result<(), BrokerError> {
         let until = self.next_deadline();
         let Self { writing, shared, events, appended, poll_at, .. } = self;
@@ -244,7 +237,6 @@ impl Member {
         Ok(())
     }
 
-    /// Waits for the current write transaction.
     async fn finish_writing(&mut self) -> Result<(), BrokerError> {
         match self.writing.take() {
             Some(writing) => self.written(writing.await),
@@ -345,7 +337,6 @@ impl Member {
         }));
     }
 
-    /// Handles the result of a write transaction.
     fn written(&mut self, finished: Result<Finished, tokio::task::JoinError>) -> Result<(), BrokerError> {
         let ended = |error: tokio::task::JoinError| BrokerError::Session(format!("a transaction ended early: {error}"));
         let (connection, written) = finished.map_err(ended)?;
@@ -529,7 +520,6 @@ impl Member {
         let _ = self.events.send(Ok(told));
     }
 
-    /// Commits what is acknowledged and leaves the group.
     async fn leave(mut self) -> Result<(), BrokerError> {
         self.finish_writing().await?;
         self.note_what_is_said();

@@ -21,7 +21,6 @@ use crate::broker::{Begun, Event, PartitionId, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::inbox::rules::position::{BrokerOffsets, Position, start};
 
-/// A member of a group, for the runtime.
 #[derive(Debug)]
 pub(super) struct EmbeddedSubscriber {
     events: mpsc::UnboundedReceiver<Result<Told, BrokerError>>,

@@ -36,11 +36,9 @@ pub(super) struct Said {
     pub(super) spared: Vec<(PartitionId, i64, bool)>,
 }
 
-/// The state that the subscriber and its task share.
 #[derive(Debug, Default)]
 pub(super) struct MemberState {
     said: Mutex<Said>,
-    /// Wakes the task of the membership.
     wake: Notify,
     paused: AtomicBool,
     /// The number of batches that wait for `next`.
@@ -79,7 +77,6 @@ impl MemberState {
         self.wake.notify_one();
     }
 
-    /// Notes that `next` took a batch.
     pub(super) fn took_batch(&self) {
         self.queued.fetch_sub(1, Ordering::AcqRel);
         self.wake.notify_one();
@@ -92,7 +89,6 @@ impl MemberState {
 
 /// What the task notes and asks.
 impl MemberState {
-    /// Waits until the subscriber said something.
     pub(super) async fn woken(&self) {
         self.wake.notified().await;
     }
@@ -106,7 +102,6 @@ impl MemberState {
         !self.paused.load(Ordering::Acquire) && self.queued.load(Ordering::Acquire) < queued_max
     }
 
-    /// Notes that a batch waits for `next`.
     pub(super) fn queued_batch(&self) {
         self.queued.fetch_add(1, Ordering::AcqRel);
     }

@@ -25,7 +25,6 @@ pub(super) struct Topic {
     pub(super) partitions: Vec<i64>,
 }
 
-/// Finds a topic by its name; `None` where it was not created yet.
 pub(super) async fn find(connection: &mut SqliteConnection, name: &str) -> Result<Option<Topic>, sqlx::Error> {
     let found: Option<(i64, String)> =
         sqlx::query_as("select topic_id, topic_id || '-' || created_at from topic where name = ?")
@@ -70,7 +69,6 @@ pub(super) async fn ensure(
     Ok(Topic { topic_id, made, name: name.into(), partitions: ids })
 }
 
-/// Creates topics that are missing.
 pub(super) async fn declare(log: &Log, topics: &[String]) -> Result<(), BrokerError> {
     let mut connection = log.connect().await?;
     let failed = |error: sqlx::Error| log.failed("make topics in", &error);
@@ -82,7 +80,6 @@ pub(super) async fn declare(log: &Log, topics: &[String]) -> Result<(), BrokerEr
     connection.close().await.map_err(failed)
 }
 
-/// Deletes the topics and groups of subscriptions, with their rows and offsets.
 pub(super) async fn remove(log: &Log, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
     let mut connection = log.connect().await?;
     let failed = |error: sqlx::Error| log.failed("delete topics from", &error);
@@ -119,7 +116,6 @@ pub(super) async fn remove(log: &Log, subscriptions: &[Subscription]) -> Result<
     connection.close().await.map_err(failed)
 }
 
-/// Reads all rows of a topic, partition by partition.
 pub(super) async fn read_all(log: &Log, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
     let mut connection = log.connect().await?;
     let failed = |error: sqlx::Error| log.failed("read", &error);
@@ -146,7 +142,6 @@ pub(super) async fn read_all(log: &Log, topic: &str) -> Result<Vec<Arrived>, Bro
     Ok(arrived)
 }
 
-/// Checks the file and the groups.
 pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
     let mut connection = log.connect().await?;
     let failed = |error: sqlx::Error| log.failed("check", &error);
@@ -238,7 +233,6 @@ async fn keepers(
     Ok(kept.map(tell).collect())
 }
 
-/// The state of a group on the topics of a subscription.
 #[derive(Debug, Clone, Copy, Default)]
 struct Group {
     members: i64,

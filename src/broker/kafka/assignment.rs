@@ -14,13 +14,11 @@ use crate::broker::PartitionId;
 /// Topic, partition and the offset after the last acknowledged one.
 pub(super) type Position = (Arc<str>, i32, i64);
 
-/// The topic and its partition.
 type Place = (Arc<str>, i32);
 
 /// The end of a partition that had no leader to ask when it began.
 pub(super) const UNKNOWN_END: i64 = i64::MAX;
 
-/// All partitions that this member owns.
 #[derive(Debug, Default)]
 pub(super) struct Assignment {
     topics: HashMap<Arc<str>, BTreeMap<i32, Source>>,
@@ -139,12 +137,10 @@ impl Assignment {
             .collect()
     }
 
-    /// The assignments of these partitions, as they are now.
     pub(super) fn ids(&self, partitions: &[(String, i32)]) -> Vec<PartitionId> {
         partitions.iter().filter_map(|(topic, partition)| Some(self.source(topic, *partition)?.id.clone())).collect()
     }
 
-    /// Forgets partitions and their deliveries in flight.
     pub(super) fn remove(&mut self, partitions: &[(String, i32)]) {
         for (topic, partition) in partitions {
             let Some(sources) = self.topics.get_mut(topic.as_str()) else { continue };
@@ -154,7 +150,6 @@ impl Assignment {
         }
     }
 
-    /// Forgets every partition of this member, with all that is in flight.
     pub(super) fn clear(&mut self) {
         self.topics.clear();
         self.ends_seen.clear();
@@ -293,7 +288,6 @@ impl Assignment {
         (pause, resume)
     }
 
-    /// The ones among these partitions that are paused.
     pub(super) fn paused_of(&self, partitions: &[(String, i32)]) -> Vec<(Arc<str>, i32)> {
         let sources = partitions.iter().filter_map(|(topic, partition)| self.source(topic, *partition));
         sources

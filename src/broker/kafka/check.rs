@@ -26,7 +26,6 @@ const ENQUEUE_BYTES_MAX: usize = 900_000 + 4_096;
 /// How many groups are examined at the same time. Each has a client of its own, with its threads.
 const GROUPS_AT_ONCE: usize = 16;
 
-/// Examines the broker, the topics and the groups.
 pub(super) async fn check(
     config: &Arc<KafkaConfig>,
     subscriptions: &[Subscription],

@@ -153,7 +153,6 @@ impl KafkaConfig {
         })
     }
 
-    /// Checks what can be checked without a connection.
     pub(super) fn validate(&self) -> Result<(), BrokerError> {
         if self.servers.is_empty() {
             return Err(refused("no Kafka server is named: `[broker] url = \"kafka://HOST:PORT\"`"));

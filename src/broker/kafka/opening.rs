@@ -23,7 +23,6 @@ const PROOF_MAX: Duration = Duration::from_secs(600);
 /// A topic and the number of a partition of it.
 pub(super) type Place = (String, i32);
 
-/// The partitions of all topics of a session.
 #[derive(Debug, Default)]
 pub(super) struct Opening {
     topics: HashMap<String, Partitions>,
@@ -53,10 +52,8 @@ impl Partitions {
     }
 }
 
-/// Whether a row may be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum May {
-    /// The row may be sent.
     Go,
     /// It may, as the first one of this partition: the next ones wait until it is settled.
     GoFirst(i32),
@@ -81,7 +78,6 @@ impl Opening {
         self.outgrown.drain().collect()
     }
 
-    /// Whether a row of this key may be sent now.
     pub(super) fn may_go(&mut self, topic: &str, key: &[u8]) -> May {
         if self.incomplete == 0 {
             return May::Go;
@@ -122,12 +118,10 @@ impl Opening {
         }
     }
 
-    /// Whether rows that wait may go on.
     pub(super) fn has_opened(&self) -> bool {
         !self.opened.is_empty()
     }
 
-    /// Takes the partitions whose rows may go on.
     pub(super) fn take_opened(&mut self) -> Vec<Place> {
         std::mem::take(&mut self.opened)
     }
@@ -137,12 +131,10 @@ impl Opening {
         self.opened.extend(places);
     }
 
-    /// The partition of a key in a topic that is known.
     pub(super) fn partition_of(&self, topic: &str, key: &[u8]) -> Option<i32> {
         self.topics.get(topic).map(|partitions| partition_of(key, partitions.count))
     }
 
-    /// Forgets proofs that are too old.
     pub(super) fn forget_old_proofs(&mut self, now: Instant) {
         let since = *self.proofs_since.get_or_insert(now);
         if now.saturating_duration_since(since) < PROOF_MAX {

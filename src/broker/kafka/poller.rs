@@ -147,12 +147,10 @@ impl PollerState {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What is acknowledged and not known to be committed: of these partitions, or of all.
     fn unconfirmed(&self, of: Option<&[(String, i32)]>) -> Vec<Position> {
         self.assignment().unconfirmed(of)
     }
 
-    /// Hands an event over to the async side.
     pub(super) fn tell(&self, event: Result<Event, BrokerError>) {
         // Sending fails only when the subscriber was dropped: then the thread is about to end.
         let _nobody = self.events.send(event);

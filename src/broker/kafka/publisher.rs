@@ -49,7 +49,6 @@ const POLL: Duration = Duration::from_micros(100_050);
 // Rows sent before other tasks get a turn: about 3 us each.
 const ROWS_PER_TURN: usize = 128;
 
-/// A publishing session of [`super::KafkaBroker`].
 pub(super) struct KafkaPublisher {
     config: Arc<KafkaConfig>,
     limits: Arc<TopicLimits>,
@@ -62,7 +61,6 @@ pub(super) struct KafkaPublisher {
     patience: Duration,
 }
 
-/// A producer and the thread that polls it.
 struct Session {
     producer: Arc<BaseProducer<PublishContext>>,
     window: Arc<PublishWindow>,
@@ -422,7 +420,6 @@ impl Session {
         }
     }
 
-    /// The producer's fatal error; `None` while it works.
     fn fatal(&self) -> Option<String> {
         self.producer.client().fatal_error().map(|(_, reason)| reason)
     }

@@ -30,7 +30,6 @@ use crate::inbox::rules::position::{BrokerOffsets, Position, start};
 const CLOSE_DEADLINE: Duration = Duration::from_secs(10);
 const ASK_AGAIN: Duration = Duration::from_millis(100);
 
-/// A subscription of [`super::KafkaBroker`].
 pub(super) struct KafkaSubscriber {
     shared: Arc<PollerState>,
     events: mpsc::UnboundedReceiver<Result<Event, BrokerError>>,
@@ -257,7 +256,6 @@ fn found(
     }
 }
 
-/// The ones among these partitions that have no leader.
 fn leaderless<'a>(
     consumer: &BaseConsumer<MemberContext>,
     sources: &'a [PartitionId],

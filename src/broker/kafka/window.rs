@@ -118,7 +118,6 @@ impl PublishWindow {
         self.changed.notified().await;
     }
 
-    /// Wakes the task that waits for a change in the window.
     pub(super) fn wake(&self) {
         self.changed.notify_one();
     }
@@ -138,7 +137,6 @@ impl PublishWindow {
         })
     }
 
-    /// Learns how many partitions a topic has.
     pub(super) fn learn_partitions(&self, topic: &str, count: usize) {
         self.state().opening.learn(topic, count);
     }
@@ -159,12 +157,10 @@ impl PublishWindow {
         }
     }
 
-    /// The partition of a key in a topic that was asked for.
     pub(super) fn partition_of(&self, topic: &str, key: &[u8]) -> Option<i32> {
         self.state().opening.partition_of(topic, key)
     }
 
-    /// Takes the partitions whose waiting rows may go on.
     pub(super) fn take_opened(&self) -> Vec<Place> {
         self.state().opening.take_opened()
     }
@@ -396,9 +392,7 @@ fn receipt(partition: i32, offset: i64) -> Option<Receipt> {
 /// The callbacks that librdkafka calls on the thread that polls the producer.
 #[derive(Debug)]
 pub(super) struct PublishContext {
-    /// Receives the delivery reports.
     pub(super) window: Arc<PublishWindow>,
-    /// Receives all other reports.
     pub(super) reports: Arc<Reports>,
 }
 

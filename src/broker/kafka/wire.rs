@@ -36,7 +36,6 @@ pub(super) fn headers(message: &OutgoingMessage, source: &str) -> OwnedHeaders {
     given.chain(own).fold(room, |headers, (key, value)| headers.insert(Header { key, value: Some(value) }))
 }
 
-/// Reads a record: key, payload, headers and envelope.
 pub(super) fn arrived(record: &BorrowedMessage<'_>) -> Arrived {
     envelope::arrive(
         record.key().map(<[u8]>::to_vec),

@@ -51,7 +51,6 @@ const CAREFUL_ROWS: usize = 256;
 /// How often the task checks the connection.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
-/// Rows from the runtime, in order.
 #[derive(Debug)]
 pub(super) struct Rows {
     pub(super) rows: Vec<(u64, OutgoingMessage)>,
@@ -59,7 +58,6 @@ pub(super) struct Rows {
     pub(super) known: u64,
 }
 
-/// A publish without a confirm.
 #[derive(Debug)]
 struct InFlight {
     lane: Option<LaneId>,

@@ -22,14 +22,12 @@ use crate::broker::{Publisher, Settled, TopicState};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 
-/// One publishing session on RabbitMQ, with a connection of its own.
 pub(super) struct RabbitPublisher {
     link: Arc<Link>,
     shared: Arc<Unsettled>,
     rows: Option<mpsc::UnboundedSender<Rows>>,
     task: JoinHandle<()>,
     config: RabbitConfig,
-    /// True once the exchange was seen in this session.
     exchange_seen: bool,
 }
 

@@ -35,7 +35,6 @@ use super::wire;
 use crate::broker::{Delivery, Event, PartitionId, Subscriber, Subscription};
 use crate::error::BrokerError;
 
-/// Most deliveries in one event.
 const DELIVERIES_MAX: usize = 500;
 /// The shortest time between two questions of `caught_up` to the server.
 const CAUGHT_UP_PAUSE: Duration = Duration::from_millis(100);
@@ -46,7 +45,6 @@ static GENERATION: AtomicU64 = AtomicU64::new(1);
 /// What the server tells about each queue; `None` where it is gone.
 type Found = Vec<Option<QueueState>>;
 
-/// One queue on its channel.
 struct Source {
     id: PartitionId,
     channel: Channel,
@@ -62,7 +60,6 @@ struct Source {
     expected: u64,
 }
 
-/// The number and bytes of unacknowledged deliveries.
 #[derive(Debug, Clone, Copy, Default)]
 struct InFlight {
     rows: usize,
@@ -256,7 +253,6 @@ impl RabbitSubscriber {
         self.look = Some(Box::pin(ask(Arc::clone(&self.link), self.config.clone(), places)));
     }
 
-    /// Judges what the server told about the quiet queues.
     fn judge_quiet_queues(&mut self, found: Found) -> Result<(), BrokerError> {
         let mut stuck = None;
         for (source, found) in self.sources.iter().zip(found) {

@@ -23,10 +23,8 @@ use crate::message::Arrived;
 
 /// The server deletes a tap that is not read for this long.
 const EXPIRES_MILLIS: i32 = 60 * 60 * 1_000;
-/// Most deliveries in flight while a tap is read.
 const PREFETCH: u16 = 1_000;
 
-/// The taps of one broker object, by topic.
 #[derive(Debug, Default)]
 pub(super) struct Taps(Mutex<HashMap<String, Tap>>);
 

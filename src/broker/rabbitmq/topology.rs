@@ -29,7 +29,6 @@ const CONSISTENT_HASH: &str = "x-consistent-hash";
 /// The remedy where the plugin is missing.
 pub(super) const ENABLE_PLUGIN: &str = "rabbitmq-plugins enable rabbitmq_consistent_hash_exchange";
 
-/// What the server tells about a queue.
 #[derive(Debug, Clone)]
 pub(super) struct QueueState {
     pub(super) ready: u32,
@@ -50,7 +49,6 @@ pub(super) fn queues(config: &RabbitConfig, queue: &str) -> Vec<String> {
     }
 }
 
-/// The name of the hash exchange in front of several queues.
 pub(super) fn hash_exchange(queue: &str) -> String {
     format!("{queue}.hash")
 }
@@ -180,7 +178,6 @@ impl<'l> Topology<'l> {
         Ok(found)
     }
 
-    /// Deletes the queues of subscriptions, and the hash exchanges in front of them.
     pub(super) async fn remove(&mut self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
         for subscription in subscriptions {
             for topic in &subscription.topics {

@@ -13,7 +13,6 @@ use tokio::sync::Notify;
 use crate::broker::{Receipt, Refusal, Settled, TopicState};
 use crate::error::BrokerError;
 
-/// The state that the publisher and the task share.
 #[derive(Debug, Default)]
 pub(super) struct Unsettled {
     state: Mutex<State>,
@@ -30,11 +29,8 @@ pub(super) struct State {
     handovers: u64,
     /// The number of rows that were sent and have no outcome.
     outstanding: usize,
-    /// Bytes of those rows.
     held_bytes: usize,
-    /// Why the session ended.
     ended: Option<BrokerError>,
-    /// Why the server accepts no messages now.
     blocked: Option<String>,
     /// Topics whose last message was returned: when, and why.
     no_route: HashMap<String, (Instant, String)>,
@@ -62,7 +58,6 @@ impl State {
         }
     }
 
-    /// Records the outcome of a row.
     pub(super) fn settle(&mut self, tag: u64, weight: usize, outcome: Result<Receipt, Refusal>) {
         self.outcomes.push(Settled { tag, outcome });
         self.outstanding = self.outstanding.saturating_sub(1);
@@ -82,17 +77,14 @@ impl State {
         }
     }
 
-    /// How often outcomes were handed over.
     pub(super) fn handovers(&self) -> u64 {
         self.handovers
     }
 
-    /// An error where the session has ended.
     pub(super) fn ended(&self) -> Result<(), BrokerError> {
         self.ended.clone().map_or(Ok(()), Err)
     }
 
-    /// Why the server accepts no messages now.
     pub(super) fn blocked(&self) -> Option<&str> {
         self.blocked.as_deref()
     }

@@ -11,12 +11,10 @@ use super::config::{RabbitConfig, Server};
 use super::socket::{connector, resolve, untrusted};
 use crate::error::BrokerError;
 
-/// Most bytes of the first frame that are read.
 const FRAME_MAX: usize = 128 * 1024;
 /// Class and method of `connection.start`; two bytes with the protocol version follow.
 const START: [u8; 4] = [0, 10, 0, 10];
 
-/// Product and version in the server's own words.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ServerVersion {
     pub(super) product: String,

@@ -57,7 +57,6 @@ pub(super) fn short(what: &str, text: &str) -> Result<ShortString, String> {
     ShortString::try_new(text).map_err(|_| format!("{what} has {} bytes, AMQP carries at most 255", text.len()))
 }
 
-/// Reads a delivery: key, payload, headers and envelope.
 pub(super) fn arrived(delivery: Delivery, queue: &str) -> Arrived {
     let properties = delivery.properties;
     let headers: Vec<(String, Vec<u8>)> = properties

@@ -640,7 +640,6 @@ async fn shown<T>(relay: &Relay, step: impl Future<Output = T>) -> (T, bool) {
     }
 }
 
-/// Names the first topic, and how many more there are.
 fn named(topics: &[String]) -> String {
     match topics {
         [] => "any topic".to_owned(),

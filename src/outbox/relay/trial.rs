@@ -53,7 +53,6 @@ struct Pause {
     silent: u32,
     /// Trials in a row whose session was lost while this row was alone in it.
     lost: u32,
-    /// What the last trial said.
     reason: String,
 }
 
@@ -63,7 +62,6 @@ impl Pauses {
         self.0.entry(topic.to_owned()).or_insert_with(none)
     }
 
-    /// Notes a failed trial.
     fn failed(&mut self, topic: &str, reason: &str, was_silent: bool, every: Duration) {
         let known = self.of(topic);
         reason.clone_into(&mut known.reason);
@@ -109,7 +107,6 @@ impl Pauses {
     }
 }
 
-/// The result of a trial.
 #[derive(Debug)]
 pub(super) enum TrialResult {
     /// These topics exist. [`Trials::give`] must be called with their first rows.
@@ -119,11 +116,9 @@ pub(super) enum TrialResult {
     /// The broker refused the row itself, or the row ends sessions. The topic is open, and the row
     /// must be sent alone.
     Message { topic: String, position: i64 },
-    /// The topic stays blocked.
     Blocked { topic: String, reason: String },
 }
 
-/// The trials of one session.
 #[derive(Debug)]
 pub(super) struct Trials {
     /// The lane for topics that answer, and the lane for topics that were silent last time.
@@ -180,7 +175,6 @@ enum Answer {
         position: Option<i64>,
         said: Said,
     },
-    /// The current round has ended.
     Over,
 }
 
@@ -326,7 +320,6 @@ impl Trials {
 
 type Answers = mpsc::UnboundedSender<(usize, Answer)>;
 
-/// The task of one lane.
 struct Trier {
     broker: Arc<dyn Broker>,
     declare: bool,
@@ -499,7 +492,6 @@ pub(super) async fn see(
     Ok(states.into_iter().map(with_reason).collect())
 }
 
-/// Why a topic was not created.
 fn not_made(error: BrokerError) -> String {
     match error {
         BrokerError::Refused(why) | BrokerError::Destination(why) => why,
@@ -536,7 +528,6 @@ async fn make_each(
     Ok(states.map(with_reason).collect())
 }
 
-/// The topics that are not ready.
 fn missing(topics: &[String], states: &[TopicState]) -> Vec<String> {
     let all = topics.iter().zip(states);
     all.filter(|(_, state)| **state != TopicState::Ready).map(|(topic, _)| topic.clone()).collect()

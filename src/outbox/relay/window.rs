@@ -47,7 +47,6 @@ pub(super) struct Unsent {
     pub(super) alone: bool,
 }
 
-/// A row that was sent.
 #[derive(Debug, Clone)]
 pub(super) struct Sent {
     pub(super) position: i64,
@@ -57,7 +56,6 @@ pub(super) struct Sent {
     weight: usize,
     /// When it was sent, by the session's own clock.
     at: Duration,
-    /// True where the row came from the dead and held table.
     pub(super) is_release: bool,
     settled: bool,
     proven: bool,
@@ -151,12 +149,10 @@ impl Window {
         self.sent.get(index).filter(|sent| !sent.settled)
     }
 
-    /// The name of the topic of a row.
     pub(super) fn topic(&self, sent: &Sent) -> &str {
         self.topics.name(sent.topic)
     }
 
-    /// Notes that the broker has proven a row.
     pub(super) fn prove(&mut self, tag: u64) {
         let Some((number, position, is_release)) = self.leave_flight(tag, true) else { return };
         self.row_done(number, |mark| {
@@ -266,7 +262,6 @@ impl Window {
         self.span
     }
 
-    /// The bytes of rows that are sent and not settled.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }

@@ -19,7 +19,6 @@ pub(crate) struct ReadPlan {
     pub tail_from: Option<i64>,
 }
 
-/// What a read changed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ReadOutcome {
     /// The number of the batch that the rows of this read belong to, counted from 1 in each
