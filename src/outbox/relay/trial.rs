@@ -116,6 +116,7 @@ pub(super) enum TrialResult {
     /// The broker refused the row itself, or the row ends sessions. The topic is open, and the row
     /// must be sent alone.
     Message { topic: String, position: i64 },
+    /// The topic stays blocked.
     Blocked { topic: String, reason: String },
 }
 
@@ -170,11 +171,7 @@ enum Order {
 #[derive(Debug)]
 enum Answer {
     There(Vec<String>),
-    Said {
-        topic: String,
-        position: Option<i64>,
-        said: Said,
-    },
+    Said { topic: String, position: Option<i64>, said: Said },
     Over,
 }
 
