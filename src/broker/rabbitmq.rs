@@ -46,6 +46,7 @@ use tokio::sync::OnceCell;
 
 pub use self::{config::RabbitConfig, raw::RawPublisher, repartition::Repartition};
 
+use self::config::Known;
 use self::cuts::Cuts;
 use self::publisher::RabbitPublisher;
 use self::socket::Link;
@@ -58,10 +59,10 @@ use crate::error::BrokerError;
 use crate::message::Arrived;
 use crate::observe::Finding;
 
-/// A configured RabbitMQ. Clones share the taps, and what is known of connections that were cut.
+/// A configured RabbitMQ. Clones share the taps, and what was learned of servers and consumers.
 #[derive(Debug, Clone)]
 pub struct RabbitBroker {
-    config: RabbitConfig,
+    config: Arc<Known>,
     version: Arc<OnceCell<ServerVersion>>,
     taps: Arc<Taps>,
     cuts: Arc<Cuts>,
@@ -75,7 +76,7 @@ impl RabbitBroker {
     pub fn new(config: RabbitConfig) -> Result<Self, BrokerError> {
         config.validate()?;
         let (taps, cuts) = (Arc::new(Taps::default()), Arc::new(Cuts::default()));
-        Ok(Self { config, version: Arc::new(OnceCell::new()), taps, cuts })
+        Ok(Self { config: Known::new(config), version: Arc::new(OnceCell::new()), taps, cuts })
     }
 
     /// Takes the next step from the queues that a consumer's topic has now to the configured number

@@ -73,8 +73,7 @@ pub enum SaslMechanism {
 
 impl SaslMechanism {
     /// The name that brokers and librdkafka use.
-    #[must_use]
-    pub fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::Plain => "PLAIN",
             Self::ScramSha256 => "SCRAM-SHA-256",

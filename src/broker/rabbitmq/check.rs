@@ -3,7 +3,7 @@
 //! AMQP does not show policies. Where they matter, a finding has the command that shows or sets
 //! them.
 
-use super::config::RabbitConfig;
+use super::config::Known;
 use super::repartition;
 use super::socket::Link;
 use super::topology::{ENABLE_PLUGIN, QueueState, Topology, hash_exchange, queues};
@@ -18,7 +18,7 @@ const OLDEST: (u32, u32) = (3, 10);
 
 /// Examines everything that the publisher and these subscriptions use. Creates nothing.
 pub(super) async fn check(
-    config: &RabbitConfig,
+    config: &Known,
     version: &ServerVersion,
     subscriptions: &[Subscription],
 ) -> Result<Vec<Finding>, BrokerError> {
@@ -215,7 +215,7 @@ fn policies(vhost: &str) -> Finding {
     )
 }
 
-async fn plugin(config: &RabbitConfig) -> Result<Finding, BrokerError> {
+async fn plugin(config: &Known) -> Result<Finding, BrokerError> {
     // A separate connection, because the server closes it where the plugin is missing.
     let link = Link::open(config, "oncebox doctor").await?;
     let name = "rabbitmq consistent-hash plugin";

@@ -12,7 +12,7 @@ use async_trait::async_trait;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::config::RabbitConfig;
+use super::config::Known;
 use super::confirms::{Confirms, Rows};
 use super::cuts::Cuts;
 use super::socket::Link;
@@ -27,13 +27,13 @@ pub(super) struct RabbitPublisher {
     shared: Arc<Unsettled>,
     rows: Option<mpsc::UnboundedSender<Rows>>,
     task: JoinHandle<()>,
-    config: RabbitConfig,
+    config: Arc<Known>,
     exchange_seen: bool,
 }
 
 impl RabbitPublisher {
     /// Opens the connection and its confirm channels, so that the first message does not wait.
-    pub(super) async fn open(config: &RabbitConfig, cuts: &Arc<Cuts>) -> Result<Self, BrokerError> {
+    pub(super) async fn open(config: &Arc<Known>, cuts: &Arc<Cuts>) -> Result<Self, BrokerError> {
         let link = Arc::new(Link::open(config, "oncebox publisher").await?);
         let shared = Arc::new(Unsettled::default());
         let (rows, receiver) = mpsc::unbounded_channel();
@@ -43,7 +43,7 @@ impl RabbitPublisher {
             shared,
             rows: Some(rows),
             task: tokio::spawn(confirms.run(receiver)),
-            config: config.clone(),
+            config: Arc::clone(config),
             exchange_seen: false,
         })
     }

@@ -23,7 +23,7 @@ use lapin::{AsyncTcpStream, Channel, Connection, ConnectionProperties};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 
-use super::config::{RabbitConfig, Server};
+use super::config::{Known, RabbitConfig, Server};
 use super::error::{Fault, connecting, within};
 use crate::error::BrokerError;
 
@@ -54,7 +54,7 @@ pub(super) struct Link {
 
 impl Link {
     /// Connects to the first server that answers. An error contains no password.
-    pub(super) async fn open(config: &RabbitConfig, name: &str) -> Result<Self, BrokerError> {
+    pub(super) async fn open(config: &Known, name: &str) -> Result<Self, BrokerError> {
         let connect = |server: Server| async move { Self::connect(config, &server, name).await };
         config.ask_in_turn("finish the handshake", connect).await
     }

@@ -26,7 +26,7 @@ use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicQosOptions, Queu
 use lapin::types::FieldTable;
 use lapin::{Channel, Consumer};
 
-use super::config::RabbitConfig;
+use super::config::Known;
 use super::error::{streaming, within};
 use super::repartition;
 use super::socket::Link;
@@ -68,7 +68,7 @@ struct InFlight {
 
 impl InFlight {
     /// Checks the bound of bytes. One delivery is always allowed, however large.
-    fn is_bearable(self, config: &RabbitConfig, consumer: &str, queues: usize) -> Result<(), BrokerError> {
+    fn is_bearable(self, config: &Known, consumer: &str, queues: usize) -> Result<(), BrokerError> {
         let Self { rows, bytes } = self;
         if bytes <= config.in_flight_bytes_max || rows <= 1 {
             return Ok(());
@@ -87,7 +87,7 @@ impl InFlight {
 pub(super) struct RabbitSubscriber {
     link: Arc<Link>,
     sources: Vec<Source>,
-    config: RabbitConfig,
+    config: Arc<Known>,
     consumer: String,
     in_flight: InFlight,
     assigned: bool,
@@ -107,7 +107,7 @@ pub(super) struct RabbitSubscriber {
 impl RabbitSubscriber {
     /// Declares and binds the queues, then starts consuming.
     pub(super) async fn open(
-        config: &RabbitConfig,
+        config: &Arc<Known>,
         subscription: &Subscription,
         unlimited: bool,
     ) -> Result<Self, BrokerError> {
@@ -116,7 +116,7 @@ impl RabbitSubscriber {
         let mut subscriber = Self {
             link: Arc::new(link),
             sources: Vec::new(),
-            config: config.clone(),
+            config: Arc::clone(config),
             consumer: subscription.consumer.clone(),
             in_flight: InFlight::default(),
             assigned: false,
@@ -250,7 +250,7 @@ impl RabbitSubscriber {
     /// Asks, after a long silence, whether the server is there and still knows this consumer.
     fn look_at_quiet_queues(&mut self) {
         let places = self.sources.iter().map(|source| Arc::clone(&source.id.place)).collect();
-        self.look = Some(Box::pin(ask(Arc::clone(&self.link), self.config.clone(), places)));
+        self.look = Some(Box::pin(ask(Arc::clone(&self.link), Arc::clone(&self.config), places)));
     }
 
     fn judge_quiet_queues(&mut self, found: Found) -> Result<(), BrokerError> {
@@ -285,7 +285,7 @@ impl Drop for RabbitSubscriber {
 }
 
 /// What the server tells about these queues, asked on a channel of its own.
-async fn ask(link: Arc<Link>, config: RabbitConfig, places: Vec<Arc<str>>) -> Result<Found, BrokerError> {
+async fn ask(link: Arc<Link>, config: Arc<Known>, places: Vec<Arc<str>>) -> Result<Found, BrokerError> {
     let mut topology = Topology::new(&link, &config);
     let mut found = Vec::with_capacity(places.len());
     for place in &places {

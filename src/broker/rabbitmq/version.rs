@@ -7,7 +7,7 @@ use futures_util::io::{AsyncReadExt, AsyncWriteExt};
 use lapin::AsyncTcpStream;
 use lapin::types::{AMQPValue, parsing};
 
-use super::config::{RabbitConfig, Server};
+use super::config::{Known, RabbitConfig, Server};
 use super::socket::{connector, resolve, untrusted};
 use crate::error::BrokerError;
 
@@ -36,7 +36,7 @@ impl ServerVersion {
 }
 
 /// Asks the server for its version. If a node is unreachable, the next one is asked.
-pub(super) async fn ask(config: &RabbitConfig) -> Result<ServerVersion, BrokerError> {
+pub(super) async fn ask(config: &Known) -> Result<ServerVersion, BrokerError> {
     config.ask_in_turn("greet", |server| async move { greet(config, &server).await }).await
 }
 
