@@ -115,8 +115,7 @@ pub trait Broker: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Creates what publishing needs: the exchange on RabbitMQ, and topics if `create_topics` is
-    /// on.
+    /// Creates what publishing needs: the exchange on RabbitMQ, topics where `create_topics` is on.
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError>;
 
     /// Looks for settings and states that break or weaken what is promised about delivery.
@@ -188,8 +187,7 @@ pub trait Publisher: Send {
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), BrokerError>;
 
     /// Why the broker accepts no messages for now (for example a memory alarm), which is no
-    /// failure;
-    /// `None` if it accepts them.
+    /// failure; `None` if it accepts them.
     fn blocked(&self) -> Option<String> {
         None
     }

@@ -30,8 +30,7 @@ const WAL_BYTES_KEPT: u32 = 64 * 1024 * 1024;
 pub(super) struct Log {
     pub(super) config: EmbeddedConfig,
     turn: Turn,
-    /// Counts the appends of this process, so that its own subscribers need not wait for their next
-    /// poll.
+    /// Counts the appends of this process: its own subscribers need not wait for their next poll.
     pub(super) appended: watch::Sender<u64>,
 }
 
@@ -92,8 +91,7 @@ impl Log {
         Ok(log)
     }
 
-    /// Opens a connection, with a thread and a file handle. Its commits are on disk when they
-    /// return.
+    /// Opens a connection, with a thread and a file handle. What it has committed is on disk.
     pub(super) async fn connect(&self) -> Result<LogConnection, BrokerError> {
         self.connect_with(SqliteSynchronous::Full, false).await
     }

@@ -198,8 +198,7 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
     Ok(findings)
 }
 
-/// The groups that nobody is in and that no subscription names, where retention keeps rows for
-/// them.
+/// The groups that nobody is in, that no subscription names, and that retention keeps rows for.
 async fn keepers(
     log: &Log,
     connection: &mut SqliteConnection,

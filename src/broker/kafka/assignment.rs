@@ -192,8 +192,7 @@ impl Assignment {
         asked.filter_map(|source| Some((Arc::clone(&source.id.place), source.id.partition, source.next?))).collect()
     }
 
-    /// Counts a delivery. Returns `None` for a partition that this member does not own, or that is
-    /// not read.
+    /// Counts a delivery; `None` for a partition that this member does not own or does not read.
     pub(super) fn deliver(&mut self, topic: &str, partition: i32, offset: i64, weight: usize) -> Option<PartitionId> {
         let source = self.source_mut(topic, partition).filter(|source| source.is_read())?;
         source.in_flight.push_back(InFlight { offset, weight, counts: true });
@@ -307,16 +306,14 @@ impl Assignment {
         }
     }
 
-    /// How many partitions had no leader when they began and are not heard of since, and one of
-    /// them.
+    /// How many partitions had no leader when they began and are not heard of since; one of them.
     pub(super) fn leaderless(&self) -> Option<(usize, &PartitionId)> {
         let mut leaderless = self.sources().filter(|source| source.leaderless && !source.refused);
         let first = leaderless.next()?;
         Some((1 + leaderless.count(), &first.id))
     }
 
-    /// Where these partitions begin; `None` until `begin` was called for all that this member still
-    /// owns.
+    /// Where these partitions begin; `None` until `begin` was called for all that are still owned.
     pub(super) fn starts(&self, of: &[(String, i32)]) -> Option<Vec<Position>> {
         let sources = of.iter().filter_map(|(topic, partition)| self.source(topic, *partition));
         sources.map(|source| Some((Arc::clone(&source.id.place), source.id.partition, source.next?))).collect()

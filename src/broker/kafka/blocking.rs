@@ -46,8 +46,7 @@ pub(super) async fn run<T: Send + 'static>(
     }
 }
 
-/// Runs work on a thread of its own. The token is cancelled when the thread has ended, also by a
-/// panic.
+/// Runs work on a thread of its own. The token is cancelled when it has ended, also by a panic.
 pub(super) fn on_a_thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<CancellationToken, BrokerError> {
     let ended = CancellationToken::new();
     let says_so = ended.clone().drop_guard();

@@ -198,8 +198,7 @@ impl KafkaConfig {
         }
     }
 
-    /// Whether batches are compressed. Then a message's size says little about its size at the
-    /// broker.
+    /// Whether batches are compressed: a message then has another size at the broker.
     pub(super) fn compresses(&self) -> bool {
         let set = ["compression.type", "compression.codec"].iter().find_map(|name| self.properties.get(*name));
         set.is_some_and(|codec| codec != "none")

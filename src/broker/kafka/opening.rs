@@ -31,8 +31,7 @@ pub(super) struct Opening {
     /// Partitions whose first row was settled: rows that wait for it may go on.
     opened: Vec<Place>,
     proofs_since: Option<Instant>,
-    /// The lowest number of partitions that a topic has had; below it no row shows that one has
-    /// grown.
+    /// The lowest number of partitions of a topic; below it no row shows that one has grown.
     least: Option<usize>,
     /// Topics with a row on a partition beyond their number: the client learned of new ones.
     outgrown: HashSet<String>,
@@ -146,8 +145,7 @@ impl Opening {
     }
 }
 
-/// The partition of a key, as the client's partitioner `murmur2_random` and Kafka's own clients
-/// compute it.
+/// The partition of a key, as the partitioner `murmur2_random` and Kafka's own clients compute it.
 fn partition_of(key: &[u8], count: usize) -> i32 {
     let positive = murmur2(key) & 0x7fff_ffff;
     i32::try_from(positive as usize % count.max(1)).unwrap_or(0)

@@ -424,8 +424,7 @@ impl Session {
         self.producer.client().fatal_error().map(|(_, reason)| reason)
     }
 
-    /// Asks the broker through this producer, so that the producer knows the topics before their
-    /// first rows.
+    /// Asks the broker through this producer, which then knows the topics before their first rows.
     async fn ask(
         &self,
         topics: &[String],

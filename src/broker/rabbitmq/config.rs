@@ -89,10 +89,7 @@ impl RabbitConfig {
         }
     }
 
-    /// Checks what can be checked without a server.
-    ///
-    /// # Errors
-    /// [`BrokerError::Refused`] names the setting.
+    /// Checks what can be checked without a server. The error names the setting.
     pub(crate) fn validate(&self) -> Result<(), BrokerError> {
         let servers = self.servers()?;
         let refused = |what: &str| Err(BrokerError::Refused(format!("[broker.rabbitmq] {what}")));

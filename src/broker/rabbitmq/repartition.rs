@@ -46,10 +46,8 @@ pub enum Repartition {
     },
 }
 
-/// Declares everything that a subscription needs for one topic. Returns the queues in order.
-///
-/// # Errors
-/// [`BrokerError::Refused`] where queues of another number of partitions exist.
+/// Declares what a subscription needs for one topic, and returns the queues in order. Refuses where
+/// queues of another number of partitions exist.
 pub(super) async fn admit(
     subscription: &Subscription,
     topic: &str,

@@ -13,10 +13,8 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 
 use crate::message::{Arrived, Coordinates, OutgoingMessage, wire};
 
-/// The properties and headers that a message is published with.
-///
-/// # Errors
-/// Says what AMQP cannot carry: a header name, kind, source or content type longer than 255 bytes.
+/// The properties and headers that a message is published with. The error says what AMQP cannot
+/// carry: a header name, kind, source or content type longer than 255 bytes.
 pub(super) fn properties(message: &OutgoingMessage, source: &str) -> Result<BasicProperties, String> {
     let id = message.id.to_string();
     let mut headers = FieldTable::default();
