@@ -520,8 +520,7 @@ fn unreadable_is_over(config: &KafkaConfig, shared: &PollerState) -> Option<Stri
     Some(format!("a record of {topic}/{partition} that could not be read can be read now, or is deleted"))
 }
 
-/// Handles an error that polling returned. Most pass by themselves and are only logged; some end
-/// the subscriber.
+/// Handles an error that polling returned. Most pass by themselves; some end the subscriber.
 fn trouble(shared: &PollerState, error: &KafkaError) {
     use RDKafkaErrorCode as Code;
     let reason = shared.reports.take_last().unwrap_or_else(|| error.to_string());

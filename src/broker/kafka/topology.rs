@@ -69,8 +69,7 @@ impl TopicLimits {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes how many partitions a topic has now; 0 where it does not exist. Tells once that they
-    /// have become more.
+    /// Notes how many partitions a topic has, 0 where it does not exist; tells once of more.
     pub(super) fn saw_partitions(&self, topic: &str, now: usize) -> Option<Grown> {
         let mut partitions = self.partitions.lock().unwrap_or_else(PoisonError::into_inner);
         if now == 0 {
@@ -203,8 +202,7 @@ pub(super) fn state(topic: Option<&MetadataTopic>) -> TopicState {
     }
 }
 
-/// How many partitions a topic has, from its metadata: 0 where it does not exist, `None` where that
-/// is not told.
+/// How many partitions a topic has: 0 where it does not exist, `None` where that is not told.
 pub(super) fn partitions(topic: Option<&MetadataTopic>) -> Option<usize> {
     use RDKafkaErrorCode::{UnknownTopic, UnknownTopicOrPartition};
     let Some(topic) = topic else { return Some(0) };

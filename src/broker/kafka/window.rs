@@ -226,8 +226,6 @@ impl PublishWindow {
         self.state().has_refused = false;
     }
 
-    /// Why the session must start anew: a topic takes smaller batches than this session makes, or a
-    /// row was reported as delivered without a proof.
     pub(super) fn stale(&self) -> Option<String> {
         self.state().stale.clone()
     }

@@ -376,8 +376,7 @@ impl Confirms {
         }
     }
 
-    /// Handles a closed channel: ends the session, and reports what the server's reply says about
-    /// its rows.
+    /// Handles a closed channel: ends the session, and reports what the reply says about its rows.
     fn fail(&mut self, at: usize) {
         let Some(error) = &self.channels[at].error else { return };
         let (cause, reply) = (classify(error), reply(error));

@@ -55,8 +55,7 @@ struct Source {
     acknowledged: u64,
     /// Unacknowledged delivery tags, with the weight of each in bytes.
     in_flight: VecDeque<(u64, usize)>,
-    /// Messages that were in the queue at the start, less those delivered; 0 once the queue was
-    /// seen empty.
+    /// Messages in the queue at the start, less those delivered; 0 once it was seen empty.
     expected: u64,
 }
 

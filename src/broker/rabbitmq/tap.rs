@@ -35,8 +35,7 @@ struct Tap {
 }
 
 impl Taps {
-    /// Opens a tap for a topic, unless it has one. A new tap gets the messages that are published
-    /// from now on.
+    /// Opens a tap for a topic, unless it has one, for the messages that are published from now on.
     pub(super) async fn open(&self, config: &Known, topic: &str) -> Result<(), BrokerError> {
         let mut taps = self.0.lock().await;
         if taps.contains_key(topic) {

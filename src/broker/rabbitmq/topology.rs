@@ -35,8 +35,7 @@ pub(super) struct QueueState {
     pub(super) consumers: u32,
     /// True where the delivery limit is not the one that we asked for.
     pub(super) limit_as_it_stands: bool,
-    /// The delivery limit that the queue was declared with; `None` where it has none of its own, or
-    /// the server did not tell it.
+    /// The delivery limit of the queue's own declaration; `None` where it has none or none is told.
     pub(super) limit: Option<i32>,
 }
 
@@ -249,8 +248,7 @@ impl<'l> Topology<'l> {
         self.ask_queue(name, QueueDeclareOptions::durable(), arguments).await
     }
 
-    /// What the server tells about a queue (passive declare); `None` where the queue does not
-    /// exist.
+    /// What the server tells about a queue (passive declare); `None` where it does not exist.
     pub(super) async fn queue_as_it_stands(&mut self, name: &str) -> Result<Option<QueueState>, Fault> {
         match self.ask_queue(name, QueueDeclareOptions::default().passive(), FieldTable::default()).await {
             Ok(found) => Ok(Some(found)),
@@ -347,8 +345,7 @@ fn differs_in_limit(fault: &Fault) -> bool {
     fault.code() == Some(PRECONDITION_FAILED) && inequivalent(&fault.text()) == Some(DELIVERY_LIMIT)
 }
 
-/// Reads `.. but current is the value '5' of type 'signedint'`; `None` for `.. but current is
-/// none`.
+/// Reads `.. but current is the value '5' of type 'signedint'`; `None` for `.. current is none`.
 fn current_limit(text: &str) -> Option<i32> {
     let current = text.rsplit_once("current is the value '")?.1;
     current.split('\'').next()?.parse().ok()

@@ -475,8 +475,7 @@ impl<'a> Pump<'a> {
         self.silence()
     }
 
-    /// The doubt after the broker's session was lost: by rows refused before, or for no known
-    /// cause.
+    /// The doubt after the broker's session was lost: by rows refused before, or by nothing known.
     fn broken(&mut self, error: &BrokerError) -> Doubt {
         match self.ending.take() {
             Some(mut ending) => ending.doubt(),

@@ -27,8 +27,7 @@ use crate::time::retry::pause;
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 /// How long a trial may last. It is long enough for a broker that is slow for all topics.
 const TRIAL_MAX: Duration = Duration::from_secs(10);
-/// After so many failed trials of every blocked topic, while no topic takes messages, the relay is
-/// not ready.
+/// After so many failed trials of every topic, while none takes messages, the relay is not ready.
 const TRIES_SHOWN: u32 = 2;
 /// How many topics a session creates itself. If more are missing, their rows are held and the
 /// trials create the topics: a Kafka broker that has just created hundreds takes messages late, and
@@ -246,8 +245,7 @@ impl Trials {
         }
     }
 
-    /// Gives a lane the first rows of topics that exist; a topic without a row is tried another
-    /// time.
+    /// Gives a lane the first rows of topics that exist; one without a row is tried another time.
     pub(super) fn give(&mut self, lane: usize, rows: Vec<(i64, OutgoingMessage)>) {
         let _ = self.lanes[lane].orders.send(Order::Send(rows));
     }

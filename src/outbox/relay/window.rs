@@ -23,8 +23,7 @@ struct Batch {
     rows: usize,
     /// Rows that are neither proven nor diverted.
     left: usize,
-    /// What its mark writes. `through` is the store's number of the batch; `None` for released
-    /// rows.
+    /// What its mark writes. `through`: the store's number of the batch; `None` for released rows.
     mark: Mark,
 }
 
@@ -162,8 +161,7 @@ impl Window {
         });
     }
 
-    /// Takes a refused row out of flight. The caller then decides on it with `divert`, `change` or
-    /// `leave`.
+    /// Takes a refused row out of flight, on which `divert`, `change` or `leave` then decides.
     pub(super) fn refuse(&mut self, tag: u64) -> Option<Sent> {
         let sent = self.get(tag)?.clone();
         self.leave_flight(tag, false)?;

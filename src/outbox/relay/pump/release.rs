@@ -54,8 +54,7 @@ pub(super) struct Release {
     /// True where something changed: look for rows to release.
     look: bool,
     requests_at: Instant,
-    /// For each blocked topic: the position of one of its held rows, and the reason that this row
-    /// gives.
+    /// For each blocked topic: the position of one of its held rows, and the reason of this row.
     reasons: HashMap<String, (i64, String)>,
 }
 
