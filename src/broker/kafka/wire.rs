@@ -12,28 +12,16 @@ use chrono::DateTime;
 use rdkafka::message::{BorrowedHeaders, BorrowedMessage, Header, Headers, Message, OwnedHeaders};
 
 use crate::broker::envelope;
-use crate::message::wire::{CONTENT_TYPE, KAFKA, SPEC_VERSION, TRACEPARENT, TRACESTATE, format_time};
+use crate::message::wire::format_time;
 use crate::message::{Arrived, Coordinates, OutgoingMessage};
 
 /// The headers of a row. librdkafka allocates once per header.
 pub(super) fn headers(message: &OutgoingMessage, source: &str) -> OwnedHeaders {
-    let (mut id, time) = ([0; uuid::fmt::Hyphenated::LENGTH], format_time(message.created_at));
-    let trace = message.trace.as_ref();
-    let envelope = [
-        (KAFKA.spec_version, Some(SPEC_VERSION)),
-        (KAFKA.id, Some(&*message.id.hyphenated().encode_lower(&mut id))),
-        (KAFKA.source, Some(source)),
-        (KAFKA.kind, Some(message.kind.as_str())),
-        (KAFKA.time, Some(time.as_str())),
-        (CONTENT_TYPE, Some(message.content_type.as_str())),
-        (KAFKA.partition_key, message.key.as_deref()),
-        (TRACEPARENT, trace.map(|trace| trace.traceparent.as_str())),
-        (TRACESTATE, trace.and_then(|trace| trace.tracestate.as_deref())),
-    ];
-    let room = OwnedHeaders::new_with_capacity(envelope.len() + message.headers.len());
-    let given = envelope.into_iter().filter_map(|(key, value)| Some((key, value?)));
-    let own = message.headers.iter().map(|(key, value)| (key.as_str(), value.as_str()));
-    given.chain(own).fold(room, |headers, (key, value)| headers.insert(Header { key, value: Some(value) }))
+    let mut id = [0; uuid::fmt::Hyphenated::LENGTH];
+    let (id, time) = (&*message.id.hyphenated().encode_lower(&mut id), format_time(message.created_at));
+    let room = OwnedHeaders::new_with_capacity(9 + message.headers.len());
+    let all = envelope::each(message, source, id, &time);
+    all.fold(room, |headers, (key, value)| headers.insert(Header { key, value: Some(value) }))
 }
 
 pub(super) fn arrived(record: &BorrowedMessage<'_>) -> Arrived {
