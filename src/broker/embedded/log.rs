@@ -6,7 +6,6 @@
 //!
 //! Not here: what is written (`topology`, `publisher`, `group`).
 
-use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
 
 use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqliteSynchronous};
@@ -36,27 +35,13 @@ pub(super) struct Log {
 
 #[derive(Debug)]
 pub(super) struct LogConnection {
-    sqlite: SqliteConnection,
+    pub(super) sqlite: SqliteConnection,
     file: FileId,
 }
 
 impl LogConnection {
     pub(super) async fn close(self) -> Result<(), sqlx::Error> {
         self.sqlite.close().await
-    }
-}
-
-impl Deref for LogConnection {
-    type Target = SqliteConnection;
-
-    fn deref(&self) -> &SqliteConnection {
-        &self.sqlite
-    }
-}
-
-impl DerefMut for LogConnection {
-    fn deref_mut(&mut self) -> &mut SqliteConnection {
-        &mut self.sqlite
     }
 }
 

@@ -433,10 +433,10 @@ impl Member {
     async fn poll(&mut self) -> Result<(), BrokerError> {
         let failed = |error: sqlx::Error| self.log.failed("read", &error);
         let version: i64 =
-            sqlx::query_scalar("pragma data_version").fetch_one(&mut *self.reader).await.map_err(failed)?;
+            sqlx::query_scalar("pragma data_version").fetch_one(&mut self.reader.sqlite).await.map_err(failed)?;
         let changed = self.seen.replace(version) != Some(version);
         if changed {
-            let (generation, leases) = group::look(&mut self.reader, &self.me).await.map_err(failed)?;
+            let (generation, leases) = group::look(&mut self.reader.sqlite, &self.me).await.map_err(failed)?;
             let leases: HashMap<i64, _> = leases.into_iter().map(|lease| (lease.partition_id, lease)).collect();
             self.lose(|(partition_id, epoch)| leases.get(&partition_id).is_none_or(|lease| lease.epoch != epoch));
             for (partition_id, owned) in &mut self.owned {
@@ -479,7 +479,7 @@ impl Member {
                 from: owned.position,
                 to: owned.end,
             };
-            let rows = record::read(reader, range, room, bytes_max - bytes)
+            let rows = record::read(&mut reader.sqlite, range, room, bytes_max - bytes)
                 .await
                 .map_err(|error| log.failed("read", &error))?;
             let next = rows.last().map_or(owned.position, |last| last.coordinates.offset + 1);

@@ -120,17 +120,17 @@ pub(super) async fn read_all(log: &Log, topic: &str) -> Result<Vec<Arrived>, Bro
     let mut connection = log.connect().await?;
     let failed = |error: sqlx::Error| log.failed("read", &error);
     let mut arrived: Vec<Arrived> = Vec::new();
-    let found = find(&mut connection, topic).await.map_err(failed)?;
+    let found = find(&mut connection.sqlite, topic).await.map_err(failed)?;
     for (number, partition_id) in (0_i32..).zip(found.map(|topic| topic.partitions).unwrap_or_default()) {
         let (mut from, to): (i64, i64) =
             sqlx::query_as("select first_offset, next_offset from topic_partition where partition_id = ?")
                 .bind(partition_id)
-                .fetch_one(&mut *connection)
+                .fetch_one(&mut connection.sqlite)
                 .await
                 .map_err(failed)?;
         while from < to {
             let range = Range { topic, partition_id, number, from, to };
-            let rows = record::read(&mut connection, range, READ_ROWS, usize::MAX).await.map_err(failed)?;
+            let rows = record::read(&mut connection.sqlite, range, READ_ROWS, usize::MAX).await.map_err(failed)?;
             match rows.last() {
                 Some(last) => from = last.coordinates.offset + 1,
                 None => break,
@@ -149,7 +149,7 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
     let mut findings = Vec::new();
 
     let sound: String =
-        sqlx::query_scalar("pragma quick_check(1)").fetch_one(&mut *connection).await.map_err(failed)?;
+        sqlx::query_scalar("pragma quick_check(1)").fetch_one(&mut connection.sqlite).await.map_err(failed)?;
     let detail = format!("`{path}`: {sound}");
     findings.push(match sound.as_str() {
         "ok" => Finding::ok("file", detail),
@@ -159,7 +159,7 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
         }
     });
     let journal: String =
-        sqlx::query_scalar("pragma journal_mode").fetch_one(&mut *connection).await.map_err(failed)?;
+        sqlx::query_scalar("pragma journal_mode").fetch_one(&mut connection.sqlite).await.map_err(failed)?;
     let detail = format!("journal mode is `{journal}`; rows are synced to disk before they are settled");
     findings.push(match journal.as_str() {
         "wal" => Finding::ok("journal", detail),
@@ -167,7 +167,7 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
     });
     let mut waiting = Vec::new();
     for subscription in subscriptions {
-        let group = look(&mut connection, subscription).await.map_err(failed)?;
+        let group = look(&mut connection.sqlite, subscription).await.map_err(failed)?;
         let Group { members, lag, .. } = group;
         if members > 0 && lag > 0 {
             waiting.push((findings.len(), subscription, group));
@@ -183,7 +183,7 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
         tokio::time::sleep(BETWEEN_LOOKS).await;
     }
     for (at, subscription, before) in waiting {
-        let after = look(&mut connection, subscription).await.map_err(failed)?;
+        let after = look(&mut connection.sqlite, subscription).await.map_err(failed)?;
         if after.members == 0 || after.committed > before.committed {
             continue;
         }
@@ -193,7 +193,7 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
         );
         findings[at] = Finding::stuck(findings[at].name.clone(), detail, STANDS_STILL);
     }
-    findings.extend(keepers(log, &mut connection, subscriptions).await.map_err(failed)?);
+    findings.extend(keepers(log, &mut connection.sqlite, subscriptions).await.map_err(failed)?);
     connection.close().await.map_err(failed)?;
     Ok(findings)
 }
@@ -288,7 +288,7 @@ mod tests {
         let gone = "update topic_partition set next_offset = 5; insert into consumer_group (name) values ('gone'); \
                     insert into lease (group_id, partition_id, committed) \
                     select 1, partition_id, 2 from topic_partition";
-        sqlx::raw_sql(gone).execute(&mut *connection).await.unwrap();
+        sqlx::raw_sql(gone).execute(&mut connection.sqlite).await.unwrap();
         let told = || async {
             let findings = check(&log, &[]).await.unwrap();
             findings.into_iter().find(|finding| finding.name == "group gone")
@@ -298,7 +298,7 @@ mod tests {
         // The remedy is a statement that works.
         let remedy = found.remedy.unwrap();
         let sql = remedy.split('"').nth(1).unwrap().to_owned();
-        sqlx::raw_sql(sqlx::AssertSqlSafe(sql)).execute(&mut *connection).await.unwrap();
+        sqlx::raw_sql(sqlx::AssertSqlSafe(sql)).execute(&mut connection.sqlite).await.unwrap();
         assert_eq!(told().await, None);
     }
 }

@@ -86,7 +86,7 @@ impl Publisher for RabbitPublisher {
     }
 
     fn blocked(&self) -> Option<String> {
-        self.shared.lock().blocked().map(str::to_owned)
+        self.shared.lock().blocked.clone()
     }
 
     async fn close(mut self: Box<Self>) {

@@ -26,12 +26,13 @@ pub(super) struct State {
     /// Outcomes that were not handed over to the runtime yet.
     outcomes: Vec<Settled>,
     /// How often outcomes were handed over. The runtime sends later rows with their knowledge.
-    handovers: u64,
+    pub(super) handovers: u64,
     /// The number of rows that were sent and have no outcome.
     outstanding: usize,
     held_bytes: usize,
     ended: Option<BrokerError>,
-    blocked: Option<String>,
+    /// Why the server accepts no messages now.
+    pub(super) blocked: Option<String>,
     /// Topics whose last message was returned: when, and why.
     no_route: HashMap<String, (Instant, String)>,
 }
@@ -77,21 +78,8 @@ impl State {
         }
     }
 
-    pub(super) fn handovers(&self) -> u64 {
-        self.handovers
-    }
-
     pub(super) fn ended(&self) -> Result<(), BrokerError> {
         self.ended.clone().map_or(Ok(()), Err)
-    }
-
-    pub(super) fn blocked(&self) -> Option<&str> {
-        self.blocked.as_deref()
-    }
-
-    /// Notes that the server accepts no messages, and why; `None` where it accepts them again.
-    pub(super) fn note_blocked(&mut self, why: Option<String>) {
-        self.blocked = why;
     }
 
     /// Notes that the last message of a topic was returned.

@@ -89,10 +89,6 @@ impl GapCursor {
         self.open.len()
     }
 
-    pub(crate) fn open_gaps_max(&self) -> usize {
-        self.ranges_max
-    }
-
     /// The LIMIT for the next read when `rows` are wanted: 1 to [`room`](Self::room).
     pub(crate) fn row_limit(&self, rows: usize) -> usize {
         rows.min(self.room()).max(1)
