@@ -23,7 +23,7 @@ use super::log::{Log, LogConnection};
 use super::record::{self, Range};
 use super::talk::{MemberState, Said, Told};
 use super::topology::{self, Topic};
-use crate::broker::{Delivery, PartitionId, RevokeGuard, Subscription};
+use crate::broker::{Delivery, Event, PartitionId, RevokeGuard, Subscription};
 use crate::error::BrokerError;
 use crate::inbox::rules::position::BrokerOffsets;
 
@@ -109,7 +109,7 @@ pub(super) struct Member {
     writer: Option<LogConnection>,
     writing: Option<JoinHandle<Finished>>,
     shared: Arc<MemberState>,
-    events: mpsc::UnboundedSender<Result<Told, BrokerError>>,
+    events: mpsc::UnboundedSender<Told>,
     appended: watch::Receiver<u64>,
     /// The generation at this member's last `stand`; below, whether it has changed since.
     generation: i64,
@@ -135,7 +135,7 @@ impl Member {
         log: Arc<Log>,
         subscription: &Subscription,
         shared: Arc<MemberState>,
-        events: mpsc::UnboundedSender<Result<Told, BrokerError>>,
+        events: mpsc::UnboundedSender<Told>,
     ) -> Result<Self, BrokerError> {
         let reader = log.connect_for_offsets().await?;
         let mut writer = log.connect_for_offsets().await?;
@@ -364,7 +364,7 @@ impl Member {
         self.generation = standing.generation;
         let leases: HashMap<i64, i64> = standing.leases.iter().map(|l| (l.partition_id, l.epoch)).collect();
         self.lose(|owned| leases.get(&owned.0) != Some(&owned.1));
-        let mut assigned = Vec::new();
+        let (mut assigned, mut offsets) = (Vec::new(), Vec::new());
         for lease in &standing.leases {
             let Some((topic, number)) = self.places.get(&lease.partition_id) else { continue };
             if self.owned.contains_key(&lease.partition_id) {
@@ -372,13 +372,13 @@ impl Member {
             }
             let generation = u64::try_from(lease.epoch).unwrap_or_default();
             let id = PartitionId { place: Arc::clone(&topic.name), partition: *number, generation };
-            let found = BrokerOffsets {
+            offsets.push(BrokerOffsets {
                 topic_id: Some(topic.made.clone()),
                 committed: Some(lease.committed),
                 first: lease.first,
                 end: lease.end,
-            };
-            assigned.push((id.clone(), found));
+            });
+            assigned.push(id.clone());
             self.owned.insert(
                 lease.partition_id,
                 Owned {
@@ -395,7 +395,7 @@ impl Member {
             );
         }
         if !assigned.is_empty() {
-            self.tell(Told::Assigned(assigned));
+            self.tell(Event::Assigned(assigned), offsets);
         }
 
         let until = Instant::now() + self.drain;
@@ -406,7 +406,7 @@ impl Member {
             let (guard, done) = RevokeGuard::pair();
             owned.leaving = Some((done, until));
             let sources = vec![owned.id.clone()];
-            self.tell(Told::Revoked { sources, lost: false, done: guard });
+            self.tell(Event::Revoked { sources, lost: false, done: guard }, Vec::new());
         }
         let idle = self.owned.is_empty() && standing.complete;
         self.shared.note_that_others_hold_all(idle);
@@ -425,7 +425,7 @@ impl Member {
         });
         if !sources.is_empty() {
             tracing::warn!(group = %self.group, partitions = sources.len(), "partitions were lost to another member");
-            self.tell(Told::Revoked { sources, lost: true, done: RevokeGuard::idle() });
+            self.tell(Event::Revoked { sources, lost: true, done: RevokeGuard::idle() }, Vec::new());
         }
     }
 
@@ -511,13 +511,13 @@ impl Member {
             return Ok(false);
         }
         self.shared.queued_batch();
-        self.tell(Told::Deliveries(deliveries));
+        self.tell(Event::Deliveries(deliveries), Vec::new());
         Ok(true)
     }
 
-    fn tell(&self, told: Told) {
+    fn tell(&self, event: Event, offsets: Vec<BrokerOffsets>) {
         // Sending fails only where the subscriber was dropped: then the loop ends.
-        let _ = self.events.send(Ok(told));
+        let _ = self.events.send(Ok((event, offsets)));
     }
 
     async fn leave(mut self) -> Result<(), BrokerError> {

@@ -9,21 +9,13 @@ use std::sync::{Mutex, PoisonError};
 
 use tokio::sync::Notify;
 
-use crate::broker::{Delivery, PartitionId, RevokeGuard};
+use crate::broker::{Event, PartitionId};
+use crate::error::BrokerError;
 use crate::inbox::rules::position::BrokerOffsets;
 
-/// What the task tells the subscriber.
-#[derive(Debug)]
-pub(super) enum Told {
-    /// New sources. Nothing of them is read before `begin` has set where they begin.
-    Assigned(Vec<(PartitionId, BrokerOffsets)>),
-    Deliveries(Vec<Delivery>),
-    Revoked {
-        sources: Vec<PartitionId>,
-        lost: bool,
-        done: RevokeGuard,
-    },
-}
+/// What the task tells the subscriber; with new sources, what the file has of each. Nothing of them
+/// is read before `begin` has set where they begin.
+pub(super) type Told = Result<(Event, Vec<BrokerOffsets>), BrokerError>;
 
 /// What the runtime said and the task has not noted yet.
 #[derive(Debug, Default)]
