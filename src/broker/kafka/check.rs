@@ -58,7 +58,11 @@ fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<Find
     for (topic, copies) in present {
         match settings.get(topic) {
             Some(settings) => findings.extend(of_topic(config, topic, copies, settings)),
-            None => findings.push(unreadable(topic)),
+            None => findings.push(Finding::warning(
+                format!("kafka topic {topic}"),
+                "its settings cannot be read: copies, sizes and retention are not known",
+                format!("allow DescribeConfigs on topic `{topic}` to this user"),
+            )),
         }
     }
     for some in subscriptions.chunks(GROUPS_AT_ONCE) {
@@ -199,14 +203,6 @@ fn untold(group: &str, what: &str) -> Finding {
         format!("kafka group {group}"),
         what,
         format!("allow Describe on group `{group}` and on its topics to this user, and see whether the broker answers"),
-    )
-}
-
-fn unreadable(topic: &str) -> Finding {
-    Finding::warning(
-        format!("kafka topic {topic}"),
-        "its settings cannot be read: copies, sizes and retention are not known",
-        format!("allow DescribeConfigs on topic `{topic}` to this user"),
     )
 }
 
