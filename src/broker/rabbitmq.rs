@@ -1,20 +1,6 @@
 //! RabbitMQ: quorum queues behind a topic exchange, confirms and returns, one unconfirmed publish
 //! per key.
 //!
-//! | file | for |
-//! |---|---|
-//! | `config` | settings, and reading the URL |
-//! | `socket` | a connection whose socket we own (R29), TLS |
-//! | `publisher`, `confirms`, `unsettled` | the session, its task, the state that they share (R21) |
-//! | `lanes` | the order of the rows of a key (R20) |
-//! | `cuts` | connections that are cut at the same message (R16) |
-//! | `subscriber` | deliveries and acknowledgements (R29) |
-//! | `topology`, `version` | exchange, queues, bindings (R30) |
-//! | `repartition` | changing the number of queues without reordering messages; which consumers may read |
-//! | `check`, `tap` | findings for an operator; reading all messages for demo, bench and tests |
-//! | `raw` | the client library alone, for comparison in `bench` |
-//! | `wire`, `error` | CloudEvents over AMQP 0.9.1; the meaning of reply codes |
-//!
 //! Guarantees: a row is proven by an ack **and** no return. The order of a key holds also after a
 //! nack. Publishing and consuming use separate connections. Every wait for the server has a
 //! deadline, except the wait for confirms while the server says that it is blocked.
