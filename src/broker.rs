@@ -288,21 +288,15 @@ pub enum Event {
 /// Tells the adapter, when its last clone is dropped, that the runtime is done with revoked
 /// sources.
 #[derive(Debug, Clone)]
-pub struct RevokeGuard(#[allow(dead_code, reason = "it acts when it is dropped")] Option<SyncSender<()>>);
+pub struct RevokeGuard(#[allow(dead_code, reason = "it acts when it is dropped")] SyncSender<()>);
 
 impl RevokeGuard {
     /// A guard, and the receiver to wait on: `recv_timeout` says that it is disconnected when the
-    /// guard is dropped.
+    /// guard is dropped. Where sources are lost, nobody waits.
     #[must_use]
     pub fn pair() -> (Self, Receiver<()>) {
         let (sender, receiver) = sync_channel(1);
-        (Self(Some(sender)), receiver)
-    }
-
-    /// A guard that no adapter waits for.
-    #[must_use]
-    pub fn idle() -> Self {
-        Self(None)
+        (Self(sender), receiver)
     }
 }
 

@@ -425,7 +425,7 @@ impl Member {
         });
         if !sources.is_empty() {
             tracing::warn!(group = %self.group, partitions = sources.len(), "partitions were lost to another member");
-            self.tell(Event::Revoked { sources, lost: true, done: RevokeGuard::idle() }, Vec::new());
+            self.tell(Event::Revoked { sources, lost: true, done: RevokeGuard::pair().0 }, Vec::new());
         }
     }
 

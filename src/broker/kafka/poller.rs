@@ -259,7 +259,7 @@ impl MemberContext {
             // Other members may own them already: a commit would be refused, or accepted and wrong.
             shared.assignment().remove(revoked);
             if !sources.is_empty() {
-                shared.tell(Ok(Event::Revoked { sources, lost, done: RevokeGuard::idle() }));
+                shared.tell(Ok(Event::Revoked { sources, lost, done: RevokeGuard::pair().0 }));
             }
             return;
         }
