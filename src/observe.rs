@@ -1,4 +1,4 @@
-//! All metric names, and the state from which `/livez` and `/readyz` answer.
+//! All metric names, the state from which `/livez` and `/readyz` answer, and what checks find.
 //!
 //! Promise: no code outside this module writes a metric name. The tables here are those of
 //! `docs/reference/metrics.md`, and a test compares the two. Labels are few and bounded: never a
