@@ -5,8 +5,6 @@
 //! (G9). Taking a lease and giving it up raise its epoch. A member counts as dead when its time is
 //! over, or when it ends later than now plus its length because the clock went back (R22). The
 //! leases of a dead member become free in the same transaction.
-//!
-//! Not here: which member gets which partition (`share`), when to check (`member`).
 
 use std::time::Duration;
 

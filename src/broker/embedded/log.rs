@@ -3,8 +3,6 @@
 //! Guarantees: WAL, and `synchronous=FULL` for rows. Every write transaction is `BEGIN IMMEDIATE`
 //! inside a turn (R14), and into the file that has the path: one that was deleted or replaced gets
 //! no more rows. A file that is no topic log, or that a newer version wrote, stays unchanged.
-//!
-//! Not here: what is written (`topology`, `publisher`, `group`).
 
 use std::path::{Path, PathBuf};
 

@@ -3,8 +3,6 @@
 //!
 //! Promises: an offset is committed only up to what was acknowledged for the assignment it was
 //! delivered under. Deliveries in flight are counted exactly.
-//!
-//! Not here: the calls to librdkafka (`poller`).
 
 mod ends;
 

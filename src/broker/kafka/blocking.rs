@@ -2,8 +2,6 @@
 //!
 //! Promise: no executor thread waits for the broker. A wrong password ends the wait early;
 //! librdkafka itself would try again until the deadline.
-//!
-//! Not here: polling (`publisher`, `poller`).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -2,8 +2,6 @@
 //!
 //! Promise: the settings that the promises depend on are set here, and no property can change them
 //! (`properties` refuses it).
-//!
-//! Not here: which sizes the topics ask for (`topology`).
 
 use std::time::Duration;
 

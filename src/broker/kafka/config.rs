@@ -2,8 +2,6 @@
 //!
 //! Promises: a setting that is invalid or breaks a promise is refused with its name and the remedy.
 //! No password is ever shown.
-//!
-//! Not here: reading files or the environment (room `app`), the settings of librdkafka (`client`).
 
 use std::collections::BTreeMap;
 use std::fmt;

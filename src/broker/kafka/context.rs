@@ -3,8 +3,6 @@
 //!
 //! Promises: an error of authentication or of TLS is kept, with the broker's name and without
 //! secrets, until the connection works again. An outage of all brokers and its end are logged once.
-//!
-//! Not here: errors of messages (`window`) and of partitions (`poller`).
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};

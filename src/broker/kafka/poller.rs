@@ -5,8 +5,6 @@
 //! and polling goes on, so that a slow handler does not cost the membership. Partitions that are
 //! revoked are drained up to a deadline, then what was acknowledged is committed, then they are
 //! given up. Partitions that were already lost are not committed.
-//!
-//! Not here: the bookkeeping (`assignment`), the async side (`subscriber`).
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -3,8 +3,6 @@
 //! Promise: a property is refused by name, with the reason and before any connection, if it would
 //! break a promise of this project, if another setting would silently override it, or if librdkafka
 //! does not know it.
-//!
-//! Not here: the values that are set by default (`client`).
 
 use std::collections::BTreeMap;
 

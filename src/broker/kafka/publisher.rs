@@ -4,8 +4,6 @@
 //! only to topics that were seen in the metadata (R19), and no later row of a refused key or topic
 //! is sent (R15). Opening waits until the producer has its id, so that the first message does not
 //! wait for it. Dropping the session purges what the client holds and waits for nothing.
-//!
-//! Not here: bounds and delivery reports (`window`), retries across sessions (`outbox::relay`).
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;

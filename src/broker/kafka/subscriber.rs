@@ -3,8 +3,6 @@
 //! Guarantees: events come in the order in which they happened. `next` loses no event when it is
 //! dropped. `close` commits what was acknowledged and leaves the group; dropping the subscriber
 //! does the same without waiting.
-//!
-//! Not here: polling and rebalances (`poller`).
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::{Arc, Weak};

@@ -3,8 +3,6 @@
 //! Promises: nothing is created unless `create_topics` is on. A topic counts as ready only when the
 //! broker's metadata shows it with a leader, and with as many copies in sync in every partition as
 //! a producer that waits for all of them needs (R16, R19).
-//!
-//! Not here: what is worth a warning (`check`).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

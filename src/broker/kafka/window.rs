@@ -4,8 +4,6 @@
 //! Promises: rows and bytes in the client are bounded; at a bound the sender waits and gets no
 //! error. No delivery report is lost, even if the future that waits for it is dropped. After a
 //! refusal no later row of that key or topic is sent until the relay received that outcome (R15).
-//!
-//! Not here: the meaning of errors (`errors`).
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

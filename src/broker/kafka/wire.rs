@@ -3,8 +3,6 @@
 //!
 //! Promises: payload and key bytes are unchanged; an absent key is null. No record can end the
 //! program.
-//!
-//! Not here: which ids are valid (room `message`).
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 

@@ -1,8 +1,6 @@
 //! The settings of RabbitMQ, and where the server is.
 //!
 //! Promise: no password is printed, and a URL that is invalid is refused with the reason.
-//!
-//! Not here: reading files and the environment (room `app`).
 
 use std::collections::HashMap;
 use std::fmt;

@@ -3,8 +3,6 @@
 //! Guarantees: `settle` loses nothing when it is dropped, because outcomes stay in the state that
 //! the session shares with its task (`unsettled`) until they are handed over. Dropping the session
 //! cuts its connection.
-//!
-//! Not here: confirms, returns and channels (`confirms`), the order of a key (`lanes`).
 
 use std::sync::Arc;
 

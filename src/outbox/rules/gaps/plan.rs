@@ -3,8 +3,6 @@
 //!
 //! Guarantee: these are plain values. Only the cursor can make a [`CheckpointTicket`], because the
 //! ticket records the moment at which it was made.
-//!
-//! Not here: rows and payloads, which the cursor never sees.
 
 use super::{GapSet, Range};
 

@@ -6,8 +6,6 @@
 //! * Ranges are ascending, disjoint, never empty and never adjacent, so equal sets are equal
 //!   values.
 //! * The text form is that of PostgreSQL's `int8multirange`, in both directions.
-//!
-//! Not here: fences and ages of gaps, which live in memory only (`gaps::open`).
 
 use std::collections::BTreeMap;
 use std::fmt;
