@@ -33,6 +33,7 @@ use crate::error::BrokerError;
 use crate::inbox::rules::horizon::TopicRetention;
 use crate::inbox::rules::position::{Position, Start};
 use crate::message::{Arrived, OutgoingMessage};
+use crate::observe::Finding;
 
 /// Whether the relay can send to a topic. It asks before it sends anything to the topic (R19).
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -114,61 +115,31 @@ pub trait Broker: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Creates what publishing needs: the exchange on RabbitMQ, and topics if `create_topics` is
-    /// on.
+    /// Creates what publishing needs: the exchange on RabbitMQ, topics where `create_topics` is on.
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError>;
 
     /// Looks for settings and states that break or weaken what is promised about delivery.
-    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError>;
+    async fn check(&self, _subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
+        Ok(Vec::new())
+    }
 
     /// Reads every message that a topic holds now, from the beginning, without a group and without
     /// acknowledging: for `demo`, `bench` and tests. RabbitMQ has no such read: it returns what a
     /// tap queue collected since [`Broker::tap`].
-    async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError>;
+    async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
+        Err(BrokerError::Refused(format!("topic `{topic}`: {} has no read of a whole topic", self.name())))
+    }
 
     /// Makes sure that [`Broker::read_all`] will return what is published from now on. It makes a
     /// tap queue on RabbitMQ and does nothing on the others.
-    async fn tap(&self, topic: &str) -> Result<(), BrokerError>;
+    async fn tap(&self, _topic: &str) -> Result<(), BrokerError> {
+        Ok(())
+    }
 
     /// Deletes the topics, queues and groups of these subscriptions with all their messages: for
     /// `demo`, `bench` and tests, which made them. One that does not exist is no error.
-    async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError>;
-}
-
-/// One answer of [`Broker::check`].
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BrokerFinding {
-    /// What was examined: a broker, topic, group or queue.
-    pub name: String,
-    /// True where a promise is broken; false where all is well or a promise is only weaker.
-    pub refused: bool,
-    /// True where messages are not read by anyone, or are not making progress.
-    pub stuck: bool,
-    /// What was found, in words for the operator.
-    pub detail: String,
-    /// What the operator should do; `None` where nothing is to be done.
-    pub remedy: Option<String>,
-}
-
-impl BrokerFinding {
-    /// All is well: nothing is to be done.
-    pub(crate) fn fine(name: impl Into<String>, detail: impl Into<String>) -> Self {
-        Self { name: name.into(), refused: false, stuck: false, detail: detail.into(), remedy: None }
-    }
-
-    /// A promise is weaker than it could be, or something is not there yet.
-    pub(crate) fn weaker(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { remedy: Some(remedy.into()), ..Self::fine(name, detail) }
-    }
-
-    /// A promise is broken.
-    pub(crate) fn refused(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { refused: true, ..Self::weaker(name, detail, remedy) }
-    }
-
-    /// Messages are not read by anyone, or are not making progress.
-    pub(crate) fn stuck(name: impl Into<String>, detail: impl Into<String>, remedy: impl Into<String>) -> Self {
-        Self { stuck: true, ..Self::weaker(name, detail, remedy) }
+    async fn remove(&self, _subscriptions: &[Subscription]) -> Result<(), BrokerError> {
+        Err(BrokerError::Refused(format!("{} deletes no topics", self.name())))
     }
 }
 
@@ -216,8 +187,7 @@ pub trait Publisher: Send {
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), BrokerError>;
 
     /// Why the broker accepts no messages for now (for example a memory alarm), which is no
-    /// failure;
-    /// `None` if it accepts them.
+    /// failure; `None` if it accepts them.
     fn blocked(&self) -> Option<String> {
         None
     }
@@ -318,21 +288,15 @@ pub enum Event {
 /// Tells the adapter, when its last clone is dropped, that the runtime is done with revoked
 /// sources.
 #[derive(Debug, Clone)]
-pub struct RevokeGuard(#[allow(dead_code, reason = "it acts when it is dropped")] Option<SyncSender<()>>);
+pub struct RevokeGuard(#[allow(dead_code, reason = "it acts when it is dropped")] SyncSender<()>);
 
 impl RevokeGuard {
     /// A guard, and the receiver to wait on: `recv_timeout` says that it is disconnected when the
-    /// guard is dropped.
+    /// guard is dropped. Where sources are lost, nobody waits.
     #[must_use]
     pub fn pair() -> (Self, Receiver<()>) {
         let (sender, receiver) = sync_channel(1);
-        (Self(Some(sender)), receiver)
-    }
-
-    /// A guard that no adapter waits for.
-    #[must_use]
-    pub fn idle() -> Self {
-        Self(None)
+        (Self(sender), receiver)
     }
 }
 

@@ -1,9 +1,10 @@
-//! All metric names, and the state from which `/livez` and `/readyz` answer.
+//! All metric names, the state from which `/livez` and `/readyz` answer, and what checks find.
 //!
 //! Promise: no code outside this module writes a metric name. The tables here are those of
 //! `docs/reference/metrics.md`, and a test compares the two. Labels are few and bounded: never a
 //! key, an id or an error text. Not here: exporting metrics (`app`).
 
+mod finding;
 mod health;
 #[cfg(feature = "operations")]
 mod operations;
@@ -13,7 +14,10 @@ mod table;
 
 use std::time::Duration;
 
-pub use health::Health;
+pub use self::{
+    finding::{Finding, Severity},
+    health::Health,
+};
 #[cfg(any(feature = "consumer", feature = "operations", feature = "relay"))]
 pub(crate) use health::PartState;
 #[cfg(any(feature = "consumer", feature = "email", feature = "relay"))]

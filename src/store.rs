@@ -43,10 +43,8 @@ pub mod sqlite;
 
 pub use self::{
     base::{Base, StoreOptions},
-    schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity},
+    schema::{AppliedMigration, MigrationText, Schema, SchemaState},
 };
-pub use crate::outbox::enqueue::{Enqueue, NewEmail, commit, enqueue, enqueue_all};
-pub use crate::outbox::hint::hint;
 #[cfg(feature = "duties")]
 pub use crate::{
     email::port::{EmailOutcome, EmailToSend, Mailbox},
@@ -64,6 +62,11 @@ pub use crate::{
         ReadBatch, RelaySession, RequestedAct,
     },
     store::statements::{Dialect, Piece, SetError, SqlValue, Statements, split as split_named},
+};
+pub use crate::{
+    observe::{Finding, Severity},
+    outbox::enqueue::{Enqueue, NewEmail, commit, enqueue, enqueue_all},
+    outbox::hint::hint,
 };
 #[cfg(feature = "operations")]
 pub use crate::{

@@ -13,6 +13,7 @@ use oncebox::adapter::Break;
 use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
 use oncebox::broker::{Broker, Event, Publisher, Receipt, Refusal, Settled, Subscriber, Subscription};
 use oncebox::message::OutgoingMessage;
+use oncebox::observe::Severity;
 use oncebox::{BrokerError, TopicRetention};
 use oncebox_testkit::broker::{Capabilities, Fixture};
 use sqlx::sqlite::SqliteConnectOptions;
@@ -576,7 +577,7 @@ async fn check_looks_at_the_file_and_says_how_far_a_group_is_behind() {
     let mut subscriber = broker.subscriber(&subscription()).await.unwrap();
     read(subscriber.as_mut(), 100, false).await;
     let findings = broker.check(&[subscription()]).await.unwrap();
-    assert!(findings.iter().all(|finding| !finding.refused), "{findings:?}");
+    assert!(findings.iter().all(|finding| finding.severity != Severity::Refused), "{findings:?}");
     let group = findings.iter().find(|finding| finding.name == "group c").unwrap();
     assert!(group.detail.starts_with("members: 1, rows not acknowledged: 100"), "{group:?}");
     subscriber.close().await;
@@ -599,13 +600,16 @@ async fn check_says_that_a_group_with_members_stands_still() {
         findings.into_iter().find(|finding| finding.name == "group c").unwrap()
     };
     let still = group().await;
-    assert!(still.stuck && still.remedy.is_some() && still.detail.contains("stands still"), "{still:?}");
+    assert!(
+        still.severity == Severity::Stuck && still.remedy.is_some() && still.detail.contains("stands still"),
+        "{still:?}"
+    );
     // One that gets on while it is looked at is not stuck, though it has much before it. A busy
     // machine may commit nothing of it between the two reads of a look.
     let looking = async {
         loop {
             let found = group().await;
-            if !found.stuck {
+            if found.severity != Severity::Stuck {
                 break found;
             }
         }

@@ -15,11 +15,10 @@ use super::config::Settings;
 use super::connect::{AnyBroker, Wait, open_broker, open_store};
 use super::exit::AppError;
 use crate::error::{BrokerError, StoreError, redact};
-use crate::observe::Health;
+use crate::observe::{Health, Severity};
 use crate::operation::phased::{PhasedEngine, Recovery, RecoveryOptions};
 use crate::operator::Status;
 use crate::outbox::relay::{Relay, RelayOptions};
-use crate::store::schema::Severity;
 use crate::store::{Duties, Store};
 
 /// The pause between two searches for new shards.

@@ -42,10 +42,11 @@ pub use self::config::EmbeddedConfig;
 use self::log::Log;
 use self::publisher::EmbeddedPublisher;
 use self::subscriber::EmbeddedSubscriber;
-use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
+use super::{Broker, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::inbox::rules::horizon::TopicRetention;
 use crate::message::Arrived;
+use crate::observe::Finding;
 
 /// A broker whose topics are in one SQLite file.
 #[derive(Debug, Clone)]
@@ -87,16 +88,12 @@ impl Broker for EmbeddedBroker {
         topology::declare(&self.log, topics).await
     }
 
-    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
+    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
         topology::check(&self.log, subscriptions).await
     }
 
     async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
         topology::read_all(&self.log, topic).await
-    }
-
-    async fn tap(&self, topic: &str) -> Result<(), BrokerError> {
-        topology::declare(&self.log, &[topic.to_owned()]).await
     }
 
     async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {

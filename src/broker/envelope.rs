@@ -4,7 +4,7 @@
 //! Promise: what [`headers`] writes, [`arrive`] reads back unchanged. Headers of other producers
 //! are kept as they are and cause no error.
 //!
-//! Not here: writing Kafka's own records, and AMQP properties (see their adapters).
+//! Not here: AMQP properties (see their adapter).
 
 use chrono::{DateTime, Utc};
 
@@ -13,25 +13,31 @@ use crate::message::{Arrived, Coordinates, OutgoingMessage};
 
 /// The headers of a message, envelope first.
 pub fn headers(message: &OutgoingMessage, source: &str) -> Vec<(String, String)> {
-    let mut headers = Vec::with_capacity(message.headers.len() + 9);
-    let mut add = |name: &str, value: String| headers.push((name.to_owned(), value));
-    add(KAFKA.spec_version, SPEC_VERSION.to_owned());
-    add(KAFKA.id, message.id.to_string());
-    add(KAFKA.kind, message.kind.clone());
-    add(KAFKA.source, source.to_owned());
-    add(KAFKA.time, wire::format_time(message.created_at));
-    if let Some(key) = &message.key {
-        add(KAFKA.partition_key, key.clone());
-    }
-    add(CONTENT_TYPE, message.content_type.clone());
-    if let Some(trace) = &message.trace {
-        add(TRACEPARENT, trace.traceparent.clone());
-        if let Some(state) = &trace.tracestate {
-            add(TRACESTATE, state.clone());
-        }
-    }
-    headers.extend(message.headers.iter().cloned());
-    headers
+    let (id, time) = (message.id.to_string(), wire::format_time(message.created_at));
+    each(message, source, &id, &time).map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
+}
+
+/// The same headers borrowed: `id` and `time` are the message's own as text.
+pub(super) fn each<'a>(
+    message: &'a OutgoingMessage,
+    source: &'a str,
+    id: &'a str,
+    time: &'a str,
+) -> impl Iterator<Item = (&'a str, &'a str)> {
+    let trace = message.trace.as_ref();
+    let envelope = [
+        (KAFKA.spec_version, Some(SPEC_VERSION)),
+        (KAFKA.id, Some(id)),
+        (KAFKA.source, Some(source)),
+        (KAFKA.kind, Some(message.kind.as_str())),
+        (KAFKA.time, Some(time)),
+        (CONTENT_TYPE, Some(message.content_type.as_str())),
+        (KAFKA.partition_key, message.key.as_deref()),
+        (TRACEPARENT, trace.map(|trace| trace.traceparent.as_str())),
+        (TRACESTATE, trace.and_then(|trace| trace.tracestate.as_deref())),
+    ];
+    let own = message.headers.iter().map(|(name, value)| (name.as_str(), value.as_str()));
+    envelope.into_iter().filter_map(|(name, value)| Some((name, value?))).chain(own)
 }
 
 /// A message as it stood in a log, with the envelope taken from its headers.

@@ -40,10 +40,11 @@ pub use self::{
     raw::RawProducer,
 };
 
-use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
+use super::{Broker, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::inbox::rules::horizon::TopicRetention;
 use crate::message::Arrived;
+use crate::observe::Finding;
 use topology::TopicLimits;
 
 /// A configured Kafka. Cheap: only its sessions make connections.
@@ -88,16 +89,12 @@ impl Broker for KafkaBroker {
         topology::declare(&self.config, topics).await
     }
 
-    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
+    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
         check::check(&self.config, subscriptions).await
     }
 
     async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
         reader::read_all(&self.config, topic).await
-    }
-
-    async fn tap(&self, _topic: &str) -> Result<(), BrokerError> {
-        Ok(())
     }
 
     async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {

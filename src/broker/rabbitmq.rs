@@ -1,20 +1,6 @@
 //! RabbitMQ: quorum queues behind a topic exchange, confirms and returns, one unconfirmed publish
 //! per key.
 //!
-//! | file | for |
-//! |---|---|
-//! | `config` | settings, and reading the URL |
-//! | `socket` | a connection whose socket we own (R29), TLS |
-//! | `publisher`, `confirms`, `unsettled` | the session, its task, the state that they share (R21) |
-//! | `lanes` | the order of the rows of a key (R20) |
-//! | `cuts` | connections that are cut at the same message (R16) |
-//! | `subscriber` | deliveries and acknowledgements (R29) |
-//! | `topology`, `version` | exchange, queues, bindings (R30) |
-//! | `repartition` | changing the number of queues without reordering messages; which consumers may read |
-//! | `check`, `tap` | findings for an operator; reading all messages for demo, bench and tests |
-//! | `raw` | the client library alone, for comparison in `bench` |
-//! | `wire`, `error` | CloudEvents over AMQP 0.9.1; the meaning of reply codes |
-//!
 //! Guarantees: a row is proven by an ack **and** no return. The order of a key holds also after a
 //! nack. Publishing and consuming use separate connections. Every wait for the server has a
 //! deadline, except the wait for confirms while the server says that it is blocked.
@@ -46,6 +32,7 @@ use tokio::sync::OnceCell;
 
 pub use self::{config::RabbitConfig, raw::RawPublisher, repartition::Repartition};
 
+use self::config::Known;
 use self::cuts::Cuts;
 use self::publisher::RabbitPublisher;
 use self::socket::Link;
@@ -53,14 +40,15 @@ use self::subscriber::RabbitSubscriber;
 use self::tap::Taps;
 use self::topology::Topology;
 use self::version::ServerVersion;
-use super::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
+use super::{Broker, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::message::Arrived;
+use crate::observe::Finding;
 
-/// A configured RabbitMQ. Clones share the taps, and what is known of connections that were cut.
+/// A configured RabbitMQ. Clones share the taps, and what was learned of servers and consumers.
 #[derive(Debug, Clone)]
 pub struct RabbitBroker {
-    config: RabbitConfig,
+    config: Arc<Known>,
     version: Arc<OnceCell<ServerVersion>>,
     taps: Arc<Taps>,
     cuts: Arc<Cuts>,
@@ -74,7 +62,7 @@ impl RabbitBroker {
     pub fn new(config: RabbitConfig) -> Result<Self, BrokerError> {
         config.validate()?;
         let (taps, cuts) = (Arc::new(Taps::default()), Arc::new(Cuts::default()));
-        Ok(Self { config, version: Arc::new(OnceCell::new()), taps, cuts })
+        Ok(Self { config: Known::new(config), version: Arc::new(OnceCell::new()), taps, cuts })
     }
 
     /// Takes the next step from the queues that a consumer's topic has now to the configured number
@@ -130,7 +118,7 @@ impl Broker for RabbitBroker {
         Ok(())
     }
 
-    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
+    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
         check::check(&self.config, self.version().await?, subscriptions).await
     }
 

@@ -4,7 +4,7 @@
 //! Sources: CloudEvents specification 1.0.2; its Kafka protocol binding 3.2 (`ce_` headers); its
 //! AMQP binding (`cloudEvents_` prefix), here as AMQP 0.9.1 headers.
 
-use chrono::{DateTime, SecondsFormat, Utc};
+use chrono::{DateTime, Datelike, SecondsFormat, Timelike, Utc};
 
 /// The value of `specversion`.
 pub(crate) const SPEC_VERSION: &str = "1.0";
@@ -69,7 +69,25 @@ pub const AMQP: Names = Names {
 /// The text of a time in a header: RFC 3339, microseconds, UTC.
 #[must_use]
 pub fn format_time(time: DateTime<Utc>) -> String {
-    time.to_rfc3339_opts(SecondsFormat::Micros, true)
+    // A time with a zone works its local time out anew for each part that it is asked for.
+    let at = time.naive_utc();
+    let (year, micros) = (at.year(), at.nanosecond() / 1_000);
+    // A year without four digits, or a leap second.
+    if !(1_000..10_000).contains(&year) || micros >= 1_000_000 {
+        return time.to_rfc3339_opts(SecondsFormat::Micros, true);
+    }
+    // Digit by digit, from the last one of each part on: a tenth of the time, and each message has
+    // one.
+    let mut text = *b"0000-00-00T00:00:00.000000Z";
+    let date = [(3, year.unsigned_abs()), (6, at.month()), (9, at.day())];
+    let clock = [(12, at.hour()), (15, at.minute()), (18, at.second()), (25, micros)];
+    for (last, mut number) in date.into_iter().chain(clock) {
+        for digit in text[..=last].iter_mut().rev().take_while(|digit| **digit == b'0') {
+            *digit = b'0' + (number % 10) as u8;
+            number /= 10;
+        }
+    }
+    String::from_utf8_lossy(&text).into_owned()
 }
 
 /// Reads a time from a header; `None` if it is not RFC 3339.
@@ -82,4 +100,20 @@ pub fn parse_time(text: &str) -> Option<DateTime<Utc>> {
 /// of [`super::Message::headers`].
 pub(crate) fn is_envelope(name: &str) -> bool {
     super::limits::is_reserved(name) || name.eq_ignore_ascii_case(TRACEPARENT) || name.eq_ignore_ascii_case(TRACESTATE)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn a_time_is_written_as_chrono_does(micros in -70_000_000_000_000_000_i64..250_000_000_000_000_000) {
+            let time = DateTime::from_timestamp_micros(micros).unwrap();
+            prop_assert_eq!(format_time(time), time.to_rfc3339_opts(SecondsFormat::Micros, true));
+        }
+    }
 }

@@ -127,9 +127,7 @@ pub struct Mark {
 }
 
 impl Mark {
-    /// True if there is nothing to write.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.through.is_none() && !self.moves_rows()
     }
 

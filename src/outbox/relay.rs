@@ -83,7 +83,6 @@ struct Memory {
     alone: HashSet<i64>,
     /// Topics that were found blocked, with the reason, until their rows are stored as held.
     blocked: HashMap<String, String>,
-    /// When each blocked topic is tried again.
     pauses: Pauses,
     /// How many sessions in a row ended in doubt and marked nothing.
     doubts: u32,
@@ -102,11 +101,9 @@ impl Memory {
     }
 }
 
-/// The name of the health trouble of a relay whose topics are all blocked.
+/// The names of what may trouble a relay in its health: all topics blocked, many gaps, no tidying.
 const TOPICS: &str = "topics";
-/// The name of the health trouble of a relay that has many open gaps.
 const GAPS: &str = "gaps";
-/// The name of the health trouble of a relay that cannot tidy its outbox.
 const HOUSEKEEPING: &str = "housekeeping";
 /// After so many sessions in a row that ended in doubt without a mark, the relay is not ready.
 const DOUBTS_SHOWN: u32 = 2;

@@ -5,6 +5,11 @@ use std::time::Duration;
 use crate::kit::*;
 use oncebox::TopicRetention;
 use oncebox::broker::{Broker, Subscription};
+use oncebox::observe::{Finding, Severity};
+
+fn is_stuck(finding: &Finding) -> bool {
+    finding.severity == Severity::Stuck
+}
 
 #[tokio::test]
 async fn the_doctor_names_what_is_missing_and_what_weakens_a_promise() {
@@ -33,7 +38,7 @@ async fn the_doctor_names_what_is_missing_and_what_weakens_a_promise() {
     assert!(of(": sizes").0.contains("20000"));
     assert!(of(": retention").0.starts_with("1h"));
     assert!(of(&group).0.contains("1 member"));
-    assert!(findings.iter().all(|finding| !finding.refused), "{findings:#?}");
+    assert!(findings.iter().all(|finding| finding.severity != Severity::Refused), "{findings:#?}");
     // What the horizon of an inbox must exceed; a topic that is not there says nothing.
     let kept = Some(TopicRetention::For(Duration::from_secs(3_600)));
     assert_eq!(broker.retention(&[missing.clone(), kafka.topic.clone()]).await.unwrap(), kept);
@@ -61,7 +66,7 @@ async fn the_doctor_refuses_a_group_with_members_of_another_kind() {
     })
     .await;
     let findings = kafka.broker().check(&[kafka.subscription(&group)]).await.unwrap();
-    let refused: Vec<_> = findings.iter().filter(|finding| finding.refused).collect();
+    let refused: Vec<_> = findings.iter().filter(|finding| finding.severity == Severity::Refused).collect();
     assert!(refused.len() == 1 && refused[0].detail.contains("`range`"), "{findings:#?}");
     let mut subscriber = kafka.broker().subscriber(&kafka.subscription(&group)).await.unwrap();
     let joined = async {
@@ -91,11 +96,11 @@ async fn the_doctor_says_that_a_group_with_members_stands_still_until_it_gets_on
         let findings = broker.check(&[kafka.subscription(&group)]).await.unwrap();
         findings.into_iter().find(|finding| finding.name == format!("kafka group {group}")).unwrap()
     };
-    let stands = eventually("it stands still", SOON, || async { Some(look().await).filter(|found| found.stuck) }).await;
+    let stands = eventually("it stands still", SOON, || async { Some(look().await).filter(is_stuck) }).await;
     assert!(stands.detail.contains("300 record(s) of partition 0") && stands.remedy.is_some(), "{stands:?}");
     // One after the other: slow, but on its way. A busy machine may commit none of them between
     // the two reads of a look.
-    let looks = async { while look().await.stuck {} };
+    let looks = async { while is_stuck(&look().await) {} };
     let works = async {
         for next in &deliveries[..200] {
             subscriber.acknowledge(&next.source, next.sequence).await.unwrap();
@@ -107,7 +112,7 @@ async fn the_doctor_says_that_a_group_with_members_stands_still_until_it_gets_on
         () = works => panic!("a group that gets on is called stuck"),
     }
     acknowledge(&mut subscriber, &deliveries).await;
-    eventually("nothing is left", SOON, || async { (!look().await.stuck).then_some(()) }).await;
+    eventually("nothing is left", SOON, || async { (!is_stuck(&look().await)).then_some(()) }).await;
     subscriber.close().await;
 }
 
@@ -131,7 +136,7 @@ async fn the_doctor_watches_groups_that_stand_still_at_the_same_time() {
     eventually("all of them stand still, in less time than they take by turns", SOON, || async {
         let began = std::time::Instant::now();
         let findings = broker.check(&subscriptions).await.unwrap();
-        let stuck = findings.iter().filter(|finding| finding.stuck).count();
+        let stuck = findings.iter().filter(|finding| is_stuck(finding)).count();
         (stuck == 6 && began.elapsed() < Duration::from_secs(12)).then_some(())
     })
     .await;

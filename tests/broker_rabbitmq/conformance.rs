@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use oncebox::broker::rabbitmq::{RabbitBroker, RabbitConfig};
-use oncebox::broker::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
+use oncebox::broker::{Broker, Publisher, Subscriber, Subscription};
 use oncebox::error::BrokerError;
 use oncebox::message::Arrived;
 use oncebox_testkit::broker::{Capabilities, Fixture};
@@ -46,10 +46,6 @@ impl Broker for Noted {
 
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {
         self.broker.declare(topics).await
-    }
-
-    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
-        self.broker.check(subscriptions).await
     }
 
     async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use oncebox::broker::{Broker, Publisher, Receipt, Refusal, Settled, Subscriber, TopicState};
 use oncebox::error::BrokerError;
+use oncebox::observe::Severity;
 
 use crate::fixture::{Corner, SOON, message, numbered, numbers, publish, receive, send_all};
 use crate::private::Private;
@@ -177,7 +178,7 @@ async fn r30_without_the_plugin_partitions_are_refused_with_the_command_that_ena
     assert!(matches!(&error, BrokerError::Refused(why) if why.contains(command)), "{error}");
     let findings = broker.check(&[corner.subscription()]).await.unwrap();
     let found = findings.iter().find(|one| one.name.contains("consistent-hash")).unwrap();
-    assert!(found.refused && found.remedy.as_deref() == Some(command), "{found:?}");
+    assert!(found.severity == Severity::Refused && found.remedy.as_deref() == Some(command), "{found:?}");
 }
 
 /// A corner as another user sees it, who may configure, write and read what these patterns say.

@@ -8,6 +8,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use oncebox::broker::{Broker, Event, Subscription};
 use oncebox::error::BrokerError;
 use oncebox::message::OutgoingMessage;
+use oncebox::observe::Severity;
 
 use crate::fixture::{Corner, SOON, message, number, numbered, numbers, publish, receive};
 
@@ -57,7 +58,10 @@ async fn r30_a_queue_with_other_arguments_is_refused_by_the_name_of_the_argument
             "{error}"
         );
         let findings = corner.broker().check(&[corner.subscription()]).await.unwrap();
-        assert!(findings.iter().any(|one| one.refused && one.detail.contains(argument)), "{findings:?}");
+        assert!(
+            findings.iter().any(|one| one.severity == Severity::Refused && one.detail.contains(argument)),
+            "{findings:?}"
+        );
         corner.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
     }
     corner.clean(&[]).await;
@@ -79,7 +83,10 @@ async fn r30_a_queue_that_differs_only_in_its_delivery_limit_is_taken_as_it_stan
     subscriber.close().await;
     // Shown by: telling it only where the server has a limit by default.
     let findings = corner.broker().check(&[corner.subscription()]).await.unwrap();
-    assert!(findings.iter().any(|one| one.refused && one.detail.contains("delivery limit")), "{findings:?}");
+    assert!(
+        findings.iter().any(|one| one.severity == Severity::Refused && one.detail.contains("delivery limit")),
+        "{findings:?}"
+    );
     // Another difference hides behind the limit, because the server names one at a time.
     corner.channel.queue_delete(queue.as_str().into(), QueueDeleteOptions::default()).await.unwrap();
     corner.queue_of(&queue, &corner.topic, &[limited[0].clone(), limited[2].clone()]).await;
@@ -118,7 +125,7 @@ async fn r30_queues_behind_the_hash_exchange_keep_a_key_together_and_spread_keyl
     assert_eq!(keyless.len(), 4, "R20: keyless messages all fell into {keyless:?}");
     assert!(subscriber.caught_up().await.unwrap());
     let findings = broker.check(&[corner.subscription()]).await.unwrap();
-    assert!(findings.iter().all(|one| !one.refused), "{findings:?}");
+    assert!(findings.iter().all(|one| one.severity != Severity::Refused), "{findings:?}");
     assert!(findings.iter().any(|one| one.name.contains("consistent-hash") && one.detail == "enabled"), "{findings:?}");
     subscriber.close().await;
     let hash = format!("{}.ledger.hash", corner.topic);
@@ -227,7 +234,10 @@ async fn check_says_that_a_queue_with_a_consumer_stands_still_until_it_gets_on()
         findings.into_iter().find(|one| one.name == format!("queue {}", corner.queue())).unwrap()
     };
     let found = look().await;
-    assert!(found.stuck && found.detail.contains("none was taken") && found.remedy.is_some(), "{found:?}");
+    assert!(
+        found.severity == Severity::Stuck && found.detail.contains("none was taken") && found.remedy.is_some(),
+        "{found:?}"
+    );
     for number in 1..=5 {
         subscriber.acknowledge(&taken[0].source, taken[0].sequence).await.unwrap();
         if number < 5 {
@@ -235,7 +245,7 @@ async fn check_says_that_a_queue_with_a_consumer_stands_still_until_it_gets_on()
         }
     }
     let found = look().await;
-    assert!(!found.stuck && found.remedy.is_none(), "{found:?}");
+    assert!(found.severity == Severity::Ok && found.remedy.is_none(), "{found:?}");
     subscriber.close().await;
     corner.finish().await;
 }
@@ -251,7 +261,7 @@ async fn check_declares_nothing_and_names_what_is_missing() {
     };
     assert!(about("rabbitmq server").detail.contains("RabbitMQ "), "{findings:?}");
     assert!(about(&format!("exchange {}", corner.config.exchange)).detail.contains("not there"));
-    assert!(about("alternate exchange").refused);
+    assert_eq!(about("alternate exchange").severity, Severity::Refused);
     assert!(about(&format!("queue {}.0", corner.queue())).detail.contains("no route"));
     assert!(about("policies").remedy.as_deref().unwrap().contains("list_policies"));
     let again = corner.broker().check(&[corner.subscription()]).await.unwrap();

@@ -9,6 +9,7 @@ use lapin::types::FieldTable;
 use oncebox::broker::rabbitmq::{RabbitBroker, RabbitConfig, Repartition};
 use oncebox::broker::{Broker, Subscriber};
 use oncebox::error::BrokerError;
+use oncebox::observe::Severity;
 
 use crate::fixture::{Corner, SOON, first_occurrences, message, number, numbered, publish, receive};
 use crate::support::eventually;
@@ -84,7 +85,8 @@ async fn a_consumer_of_another_number_of_queues_is_refused_and_told_what_to_do()
             "{first} to {then}: {error}"
         );
         let findings = with(&corner, then).check(std::slice::from_ref(&subscription)).await.unwrap();
-        let found = findings.iter().find(|one| one.refused && one.detail.contains("nobody reads them"));
+        let found =
+            findings.iter().find(|one| one.severity == Severity::Refused && one.detail.contains("nobody reads them"));
         assert!(found.is_some_and(|one| one.detail.contains("20 ready")), "{first} to {then}: {findings:?}");
         // The old number goes on as before.
         let mut same = with(&corner, first).subscriber(&subscription).await.unwrap();

@@ -75,7 +75,7 @@ impl RelaySession for CountedSession {
 
     async fn checkpoint(&mut self, mark: Mark) -> Result<(), StoreError> {
         self.counts.checkpoints.fetch_add(1, Ordering::SeqCst);
-        self.counts.marks.fetch_add(usize::from(!mark.is_empty()), Ordering::SeqCst);
+        self.counts.marks.fetch_add(usize::from(mark.through.is_some()), Ordering::SeqCst);
         self.session.checkpoint(mark).await
     }
 

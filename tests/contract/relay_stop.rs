@@ -5,8 +5,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use oncebox::broker::{Broker, BrokerFinding, Publisher, Refusal, Settled, Subscriber, Subscription, TopicState};
-use oncebox::message::{Arrived, OutgoingMessage};
+use oncebox::broker::{Broker, Publisher, Refusal, Settled, Subscriber, Subscription, TopicState};
+use oncebox::message::OutgoingMessage;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Operator, Status};
 use oncebox::{BrokerError, Relay, RelayEnd, RelayOptions};
@@ -82,22 +82,6 @@ impl Broker for Late {
 
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {
         self.broker.declare(topics).await
-    }
-
-    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
-        self.broker.check(subscriptions).await
-    }
-
-    async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
-        self.broker.read_all(topic).await
-    }
-
-    async fn tap(&self, topic: &str) -> Result<(), BrokerError> {
-        self.broker.tap(topic).await
-    }
-
-    async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
-        self.broker.remove(subscriptions).await
     }
 }
 

@@ -4,8 +4,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use async_trait::async_trait;
 use oncebox::BrokerError;
-use oncebox::broker::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
-use oncebox::message::Arrived;
+use oncebox::broker::{Broker, Publisher, Subscriber, Subscription};
 use oncebox_testkit::memory::MemoryBroker;
 use tokio::sync::Semaphore;
 
@@ -71,21 +70,5 @@ impl Broker for Troubled {
             }
         }
         self.broker.declare(topics).await
-    }
-
-    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
-        self.broker.check(subscriptions).await
-    }
-
-    async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
-        self.broker.read_all(topic).await
-    }
-
-    async fn tap(&self, topic: &str) -> Result<(), BrokerError> {
-        self.broker.tap(topic).await
-    }
-
-    async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
-        self.broker.remove(subscriptions).await
     }
 }

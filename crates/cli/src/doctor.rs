@@ -12,7 +12,7 @@ use super::common::{CommonArgs, Output, listed, plain};
 use oncebox::adapter::{Announced, Versions, unreadable};
 use oncebox::app::config::{ConsumerSettings, Settings};
 use oncebox::app::{AnyBroker, AppError, open_broker, say};
-use oncebox::broker::{BrokerFinding, Subscription};
+use oncebox::broker::Subscription;
 use oncebox::error::redact;
 use oncebox::operation::OperationName;
 use oncebox::store::{ActContext, DeadMessage, Finding, OperationStore, SchemaState, Severity};
@@ -165,21 +165,7 @@ async fn broker_findings(broker: &AnyBroker, settings: &Settings, held: &[DeadMe
     let of_nobody = format!("kafka group {NOBODY}");
     let name = redact(&settings.broker.url.0);
     let mut findings: Vec<Finding> = match broker.check(&subscriptions).await {
-        Ok(found) => found
-            .into_iter()
-            .filter(|finding| finding.name != of_nobody)
-            .map(|finding| Finding {
-                severity: match &finding {
-                    BrokerFinding { refused: true, .. } => Severity::Refused,
-                    BrokerFinding { stuck: true, .. } => Severity::Stuck,
-                    BrokerFinding { remedy: Some(_), .. } => Severity::Warning,
-                    BrokerFinding { .. } => Severity::Ok,
-                },
-                name: finding.name,
-                detail: finding.detail,
-                remedy: finding.remedy,
-            })
-            .collect(),
+        Ok(found) => found.into_iter().filter(|finding| finding.name != of_nobody).collect(),
         Err(error) => vec![Finding::refused("broker", format!("{name}: {error}"), "start it, or mend [broker] url")],
     };
     if !is_kafka {

@@ -38,7 +38,7 @@ pub use self::state::faults::{Fault, Faults};
 use self::subscriber::MemorySubscriber;
 use self::topics::Record;
 use oncebox::TopicRetention;
-use oncebox::broker::{Broker, BrokerFinding, Publisher, Subscriber, Subscription};
+use oncebox::broker::{Broker, Publisher, Subscriber, Subscription};
 use oncebox::error::BrokerError;
 use oncebox::message::Arrived;
 
@@ -133,16 +133,8 @@ impl Broker for MemoryBroker {
         })
     }
 
-    async fn check(&self, _subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
-        Ok(Vec::new())
-    }
-
     async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
         Ok(self.shared.look(|state| state.all(topic)))
-    }
-
-    async fn tap(&self, _topic: &str) -> Result<(), BrokerError> {
-        Ok(())
     }
 
     async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {

@@ -48,10 +48,7 @@ impl EmbeddedConfig {
         }
     }
 
-    /// Reads a URL `embedded://FILE`.
-    ///
-    /// # Errors
-    /// [`BrokerError::Refused`] where it is not such a URL.
+    /// Reads a URL `embedded://FILE`, and refuses any other one.
     pub(crate) fn from_url(url: &str) -> Result<Self, BrokerError> {
         match url.strip_prefix("embedded://") {
             Some(path) if !path.is_empty() => Ok(Self::new(path)),
@@ -67,10 +64,7 @@ impl EmbeddedConfig {
         self.session_timeout / 6
     }
 
-    /// Checks what can be checked without the file.
-    ///
-    /// # Errors
-    /// [`BrokerError::Refused`] names the setting.
+    /// Checks what can be checked without the file. The error names the setting.
     pub(crate) fn validate(&self) -> Result<(), BrokerError> {
         let refused = |what: &str| Err(BrokerError::Refused(format!("broker `{}`: {what}", self.path.display())));
         if !(1..=1_024).contains(&self.partitions) {

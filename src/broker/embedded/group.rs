@@ -5,8 +5,6 @@
 //! (G9). Taking a lease and giving it up raise its epoch. A member counts as dead when its time is
 //! over, or when it ends later than now plus its length because the clock went back (R22). The
 //! leases of a dead member become free in the same transaction.
-//!
-//! Not here: which member gets which partition (`share`), when to check (`member`).
 
 use std::time::Duration;
 
@@ -44,12 +42,10 @@ pub(super) struct Lease {
 pub(super) struct Fenced {
     pub(super) partition_id: i64,
     pub(super) epoch: i64,
-    /// The next offset to be handled.
     pub(super) committed: Option<i64>,
     pub(super) release: bool,
 }
 
-/// The state of this member in its group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Standing {
     pub(super) leases: Vec<Lease>,
@@ -60,7 +56,6 @@ pub(super) struct Standing {
     pub(super) generation: i64,
 }
 
-/// Joins the group as a new member.
 pub(super) async fn join(
     tx: &mut SqliteConnection,
     group: &str,

@@ -3,10 +3,7 @@
 //! Guarantees: WAL, and `synchronous=FULL` for rows. Every write transaction is `BEGIN IMMEDIATE`
 //! inside a turn (R14), and into the file that has the path: one that was deleted or replaced gets
 //! no more rows. A file that is no topic log, or that a newer version wrote, stays unchanged.
-//!
-//! Not here: what is written (`topology`, `publisher`, `group`).
 
-use std::ops::{Deref, DerefMut};
 use std::path::{Path, PathBuf};
 
 use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqliteSynchronous};
@@ -30,35 +27,19 @@ const WAL_BYTES_KEPT: u32 = 64 * 1024 * 1024;
 pub(super) struct Log {
     pub(super) config: EmbeddedConfig,
     turn: Turn,
-    /// Counts the appends of this process, so that its own subscribers need not wait for their next
-    /// poll.
+    /// Counts the appends of this process: its own subscribers need not wait for their next poll.
     pub(super) appended: watch::Sender<u64>,
 }
 
-/// A connection to the log, and the file that it has open.
 #[derive(Debug)]
 pub(super) struct LogConnection {
-    sqlite: SqliteConnection,
+    pub(super) sqlite: SqliteConnection,
     file: FileId,
 }
 
 impl LogConnection {
     pub(super) async fn close(self) -> Result<(), sqlx::Error> {
         self.sqlite.close().await
-    }
-}
-
-impl Deref for LogConnection {
-    type Target = SqliteConnection;
-
-    fn deref(&self) -> &SqliteConnection {
-        &self.sqlite
-    }
-}
-
-impl DerefMut for LogConnection {
-    fn deref_mut(&mut self) -> &mut SqliteConnection {
-        &mut self.sqlite
     }
 }
 
@@ -93,8 +74,7 @@ impl Log {
         Ok(log)
     }
 
-    /// Opens a connection, with a thread and a file handle. Its commits are on disk when they
-    /// return.
+    /// Opens a connection, with a thread and a file handle. What it has committed is on disk.
     pub(super) async fn connect(&self) -> Result<LogConnection, BrokerError> {
         self.connect_with(SqliteSynchronous::Full, false).await
     }
@@ -180,7 +160,6 @@ impl Log {
         Ok(WriteTx { tx, held })
     }
 
-    /// Commits, and releases the turn.
     pub(super) async fn commit(&self, write: WriteTx<'_>) -> Result<(), BrokerError> {
         let WriteTx { tx, held } = write;
         let committed = tx.commit().await;
@@ -192,7 +171,6 @@ impl Log {
         self.turn.take(self.config.busy_timeout).await.map_err(|error| BrokerError::Unavailable(error.to_string()))
     }
 
-    /// Converts an error of SQLite to what it means for the session.
     pub(super) fn failed(&self, doing: &str, error: &sqlx::Error) -> BrokerError {
         let path = self.config.path.display();
         let words = classify::words(error);
@@ -211,7 +189,6 @@ impl Log {
     }
 }
 
-/// The path of the lock file of a broker file.
 fn lock_file(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".lock");

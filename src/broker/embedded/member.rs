@@ -23,19 +23,17 @@ use super::log::{Log, LogConnection};
 use super::record::{self, Range};
 use super::talk::{MemberState, Said, Told};
 use super::topology::{self, Topic};
-use crate::broker::{Delivery, PartitionId, RevokeGuard, Subscription};
+use crate::broker::{Delivery, Event, PartitionId, RevokeGuard, Subscription};
 use crate::error::BrokerError;
 use crate::inbox::rules::position::BrokerOffsets;
 
 /// Most rows of one batch, and below, most bytes.
 const BATCH_ROWS: usize = 500;
 const BATCH_BYTES: usize = 4 * 1024 * 1024;
-/// Most batches that may wait for `next`.
 const BATCHES_QUEUED: usize = 2;
 const POLL_MIN: Duration = Duration::from_millis(2);
 const POLL_MAX: Duration = Duration::from_millis(20);
 
-/// A partition that this member owns.
 #[derive(Debug)]
 struct Owned {
     id: PartitionId,
@@ -63,7 +61,6 @@ struct Order {
     leave: bool,
 }
 
-/// The result of a write transaction.
 #[derive(Debug)]
 struct Written {
     order: Order,
@@ -72,7 +69,6 @@ struct Written {
     joined_anew: Option<Membership>,
 }
 
-/// A row that was read and is not finished.
 #[derive(Debug)]
 struct Unfinished {
     offset: i64,
@@ -99,7 +95,6 @@ impl Owned {
 
 type Finished = (LogConnection, Result<Written, BrokerError>);
 
-/// A group member with its connections.
 pub(super) struct Member {
     log: Arc<Log>,
     group: String,
@@ -114,7 +109,7 @@ pub(super) struct Member {
     writer: Option<LogConnection>,
     writing: Option<JoinHandle<Finished>>,
     shared: Arc<MemberState>,
-    events: mpsc::UnboundedSender<Result<Told, BrokerError>>,
+    events: mpsc::UnboundedSender<Told>,
     appended: watch::Receiver<u64>,
     /// The generation at this member's last `stand`; below, whether it has changed since.
     generation: i64,
@@ -140,7 +135,7 @@ impl Member {
         log: Arc<Log>,
         subscription: &Subscription,
         shared: Arc<MemberState>,
-        events: mpsc::UnboundedSender<Result<Told, BrokerError>>,
+        events: mpsc::UnboundedSender<Told>,
     ) -> Result<Self, BrokerError> {
         let reader = log.connect_for_offsets().await?;
         let mut writer = log.connect_for_offsets().await?;
@@ -198,7 +193,6 @@ impl Member {
         }
     }
 
-    /// Works until the subscriber is dropped.
     async fn work(&mut self) -> Result<(), BrokerError> {
         while !self.events.is_closed() {
             if self.writing.as_ref().is_some_and(JoinHandle::is_finished) {
@@ -221,7 +215,6 @@ impl Member {
         Ok(())
     }
 
-    /// Waits until there may be something to do.
     async fn wait(&mut self) -> Result<(), BrokerError> {
         let until = self.next_deadline();
         let Self { writing, shared, events, appended, poll_at, .. } = self;
@@ -244,7 +237,6 @@ impl Member {
         Ok(())
     }
 
-    /// Waits for the current write transaction.
     async fn finish_writing(&mut self) -> Result<(), BrokerError> {
         match self.writing.take() {
             Some(writing) => self.written(writing.await),
@@ -345,7 +337,6 @@ impl Member {
         }));
     }
 
-    /// Handles the result of a write transaction.
     fn written(&mut self, finished: Result<Finished, tokio::task::JoinError>) -> Result<(), BrokerError> {
         let ended = |error: tokio::task::JoinError| BrokerError::Session(format!("a transaction ended early: {error}"));
         let (connection, written) = finished.map_err(ended)?;
@@ -373,7 +364,7 @@ impl Member {
         self.generation = standing.generation;
         let leases: HashMap<i64, i64> = standing.leases.iter().map(|l| (l.partition_id, l.epoch)).collect();
         self.lose(|owned| leases.get(&owned.0) != Some(&owned.1));
-        let mut assigned = Vec::new();
+        let (mut assigned, mut offsets) = (Vec::new(), Vec::new());
         for lease in &standing.leases {
             let Some((topic, number)) = self.places.get(&lease.partition_id) else { continue };
             if self.owned.contains_key(&lease.partition_id) {
@@ -381,13 +372,13 @@ impl Member {
             }
             let generation = u64::try_from(lease.epoch).unwrap_or_default();
             let id = PartitionId { place: Arc::clone(&topic.name), partition: *number, generation };
-            let found = BrokerOffsets {
+            offsets.push(BrokerOffsets {
                 topic_id: Some(topic.made.clone()),
                 committed: Some(lease.committed),
                 first: lease.first,
                 end: lease.end,
-            };
-            assigned.push((id.clone(), found));
+            });
+            assigned.push(id.clone());
             self.owned.insert(
                 lease.partition_id,
                 Owned {
@@ -404,7 +395,7 @@ impl Member {
             );
         }
         if !assigned.is_empty() {
-            self.tell(Told::Assigned(assigned));
+            self.tell(Event::Assigned(assigned), offsets);
         }
 
         let until = Instant::now() + self.drain;
@@ -415,7 +406,7 @@ impl Member {
             let (guard, done) = RevokeGuard::pair();
             owned.leaving = Some((done, until));
             let sources = vec![owned.id.clone()];
-            self.tell(Told::Revoked { sources, lost: false, done: guard });
+            self.tell(Event::Revoked { sources, lost: false, done: guard }, Vec::new());
         }
         let idle = self.owned.is_empty() && standing.complete;
         self.shared.note_that_others_hold_all(idle);
@@ -434,7 +425,7 @@ impl Member {
         });
         if !sources.is_empty() {
             tracing::warn!(group = %self.group, partitions = sources.len(), "partitions were lost to another member");
-            self.tell(Told::Revoked { sources, lost: true, done: RevokeGuard::idle() });
+            self.tell(Event::Revoked { sources, lost: true, done: RevokeGuard::pair().0 }, Vec::new());
         }
     }
 
@@ -442,10 +433,10 @@ impl Member {
     async fn poll(&mut self) -> Result<(), BrokerError> {
         let failed = |error: sqlx::Error| self.log.failed("read", &error);
         let version: i64 =
-            sqlx::query_scalar("pragma data_version").fetch_one(&mut *self.reader).await.map_err(failed)?;
+            sqlx::query_scalar("pragma data_version").fetch_one(&mut self.reader.sqlite).await.map_err(failed)?;
         let changed = self.seen.replace(version) != Some(version);
         if changed {
-            let (generation, leases) = group::look(&mut self.reader, &self.me).await.map_err(failed)?;
+            let (generation, leases) = group::look(&mut self.reader.sqlite, &self.me).await.map_err(failed)?;
             let leases: HashMap<i64, _> = leases.into_iter().map(|lease| (lease.partition_id, lease)).collect();
             self.lose(|(partition_id, epoch)| leases.get(&partition_id).is_none_or(|lease| lease.epoch != epoch));
             for (partition_id, owned) in &mut self.owned {
@@ -488,7 +479,7 @@ impl Member {
                 from: owned.position,
                 to: owned.end,
             };
-            let rows = record::read(reader, range, room, bytes_max - bytes)
+            let rows = record::read(&mut reader.sqlite, range, room, bytes_max - bytes)
                 .await
                 .map_err(|error| log.failed("read", &error))?;
             let next = rows.last().map_or(owned.position, |last| last.coordinates.offset + 1);
@@ -520,16 +511,15 @@ impl Member {
             return Ok(false);
         }
         self.shared.queued_batch();
-        self.tell(Told::Deliveries(deliveries));
+        self.tell(Event::Deliveries(deliveries), Vec::new());
         Ok(true)
     }
 
-    fn tell(&self, told: Told) {
+    fn tell(&self, event: Event, offsets: Vec<BrokerOffsets>) {
         // Sending fails only where the subscriber was dropped: then the loop ends.
-        let _ = self.events.send(Ok(told));
+        let _ = self.events.send(Ok((event, offsets)));
     }
 
-    /// Commits what is acknowledged and leaves the group.
     async fn leave(mut self) -> Result<(), BrokerError> {
         self.finish_writing().await?;
         self.note_what_is_said();

@@ -61,7 +61,6 @@ pub(super) struct EmbeddedPublisher {
     writer: tokio::task::JoinHandle<()>,
 }
 
-/// A row that waits for the writer.
 #[derive(Debug)]
 struct Row {
     tag: u64,
@@ -90,7 +89,6 @@ impl EmbeddedPublisher {
         })
     }
 
-    /// Why a row is not taken; `None` where it is.
     fn refusal(&mut self, message: &OutgoingMessage) -> Option<Refusal> {
         let key = message.key.as_ref().map(|key| (message.topic.clone(), key.clone()));
         if key.as_ref().is_some_and(|key| self.broken_keys.contains(key)) {
@@ -171,7 +169,6 @@ impl Publisher for EmbeddedPublisher {
     }
 }
 
-/// The task that appends rows.
 struct Writer {
     log: Arc<Log>,
     connection: LogConnection,

@@ -19,7 +19,6 @@ const OFFSET_BITS: u32 = 40;
 /// Rows per statement. Statements of the first size take most rows of a large batch.
 const CHUNKS: [usize; 3] = [100, 10, 1];
 
-/// The position of a row: its partition and offset in one number.
 pub(super) fn position(partition_id: i64, offset: i64) -> i64 {
     partition_id << OFFSET_BITS | offset
 }
@@ -34,7 +33,6 @@ pub(super) fn partition_hash(message: &OutgoingMessage) -> u32 {
     u32::from_be_bytes([digest[0], digest[1], digest[2], digest[3]])
 }
 
-/// A row to append.
 #[derive(Debug)]
 pub(super) struct NewRecord {
     pub(super) position: i64,
@@ -88,7 +86,6 @@ fn insert_sql(rows: usize) -> sqlx::AssertSqlSafe<Arc<str>> {
     sqlx::AssertSqlSafe(Arc::clone(sql))
 }
 
-/// A range of one partition.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Range<'a> {
     pub(super) topic: &'a str,

@@ -21,10 +21,9 @@ use crate::broker::{Begun, Event, PartitionId, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::inbox::rules::position::{BrokerOffsets, Position, start};
 
-/// A member of a group, for the runtime.
 #[derive(Debug)]
 pub(super) struct EmbeddedSubscriber {
-    events: mpsc::UnboundedReceiver<Result<Told, BrokerError>>,
+    events: mpsc::UnboundedReceiver<Told>,
     shared: Arc<MemberState>,
     /// By source: the next offset to deliver, and the end of the partition at its assignment.
     delivered: HashMap<PartitionId, (i64, i64)>,
@@ -59,27 +58,24 @@ impl Subscriber for EmbeddedSubscriber {
         let unbegun: Vec<_> = self.unbegun.keys().map(|id| (id.clone(), None)).collect();
         self.begin(unbegun).await?;
         let told = self.events.recv().await;
-        Ok(match told.unwrap_or_else(|| Err(BrokerError::Session("the subscriber has ended".to_owned())))? {
-            Told::Assigned(sources) => {
-                let ids = sources.iter().map(|(id, _)| id.clone()).collect();
-                self.unbegun.extend(sources);
-                Event::Assigned(ids)
-            }
-            Told::Deliveries(deliveries) => {
+        let ended = || Err(BrokerError::Session("the subscriber has ended".to_owned()));
+        let (event, found) = told.unwrap_or_else(ended)?;
+        match &event {
+            Event::Assigned(sources) => self.unbegun.extend(sources.iter().cloned().zip(found)),
+            Event::Deliveries(deliveries) => {
                 self.shared.took_batch();
-                for delivery in &deliveries {
+                for delivery in deliveries {
                     if let Some((next, _)) = self.delivered.get_mut(&delivery.source) {
                         *next = delivery.sequence + 1;
                     }
                 }
-                Event::Deliveries(deliveries)
             }
-            Told::Revoked { sources, lost, done } => {
+            Event::Revoked { sources, .. } => {
                 self.delivered.retain(|id, _| !sources.contains(id));
                 self.unbegun.retain(|id, _| !sources.contains(id));
-                Event::Revoked { sources, lost, done }
             }
-        })
+        }
+        Ok(event)
     }
 
     async fn begin(&mut self, remembered: Vec<(PartitionId, Option<Position>)>) -> Result<Vec<Begun>, BrokerError> {

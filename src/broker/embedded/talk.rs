@@ -9,21 +9,13 @@ use std::sync::{Mutex, PoisonError};
 
 use tokio::sync::Notify;
 
-use crate::broker::{Delivery, PartitionId, RevokeGuard};
+use crate::broker::{Event, PartitionId};
+use crate::error::BrokerError;
 use crate::inbox::rules::position::BrokerOffsets;
 
-/// What the task tells the subscriber.
-#[derive(Debug)]
-pub(super) enum Told {
-    /// New sources. Nothing of them is read before `begin` has set where they begin.
-    Assigned(Vec<(PartitionId, BrokerOffsets)>),
-    Deliveries(Vec<Delivery>),
-    Revoked {
-        sources: Vec<PartitionId>,
-        lost: bool,
-        done: RevokeGuard,
-    },
-}
+/// What the task tells the subscriber; with new sources, what the file has of each. Nothing of them
+/// is read before `begin` has set where they begin.
+pub(super) type Told = Result<(Event, Vec<BrokerOffsets>), BrokerError>;
 
 /// What the runtime said and the task has not noted yet.
 #[derive(Debug, Default)]
@@ -36,11 +28,9 @@ pub(super) struct Said {
     pub(super) spared: Vec<(PartitionId, i64, bool)>,
 }
 
-/// The state that the subscriber and its task share.
 #[derive(Debug, Default)]
 pub(super) struct MemberState {
     said: Mutex<Said>,
-    /// Wakes the task of the membership.
     wake: Notify,
     paused: AtomicBool,
     /// The number of batches that wait for `next`.
@@ -79,7 +69,6 @@ impl MemberState {
         self.wake.notify_one();
     }
 
-    /// Notes that `next` took a batch.
     pub(super) fn took_batch(&self) {
         self.queued.fetch_sub(1, Ordering::AcqRel);
         self.wake.notify_one();
@@ -92,7 +81,6 @@ impl MemberState {
 
 /// What the task notes and asks.
 impl MemberState {
-    /// Waits until the subscriber said something.
     pub(super) async fn woken(&self) {
         self.wake.notified().await;
     }
@@ -106,7 +94,6 @@ impl MemberState {
         !self.paused.load(Ordering::Acquire) && self.queued.load(Ordering::Acquire) < queued_max
     }
 
-    /// Notes that a batch waits for `next`.
     pub(super) fn queued_batch(&self) {
         self.queued.fetch_add(1, Ordering::AcqRel);
     }

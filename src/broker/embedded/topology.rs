@@ -7,9 +7,10 @@ use sqlx::sqlite::SqliteConnection;
 
 use super::log::Log;
 use super::record::{self, Range};
-use crate::broker::{BETWEEN_LOOKS, BrokerFinding, STANDS_STILL, Subscription};
+use crate::broker::{BETWEEN_LOOKS, STANDS_STILL, Subscription};
 use crate::error::BrokerError;
 use crate::message::Arrived;
+use crate::observe::Finding;
 
 /// Most rows of one read in [`read_all`].
 const READ_ROWS: usize = 2_000;
@@ -24,7 +25,6 @@ pub(super) struct Topic {
     pub(super) partitions: Vec<i64>,
 }
 
-/// Finds a topic by its name; `None` where it was not created yet.
 pub(super) async fn find(connection: &mut SqliteConnection, name: &str) -> Result<Option<Topic>, sqlx::Error> {
     let found: Option<(i64, String)> =
         sqlx::query_as("select topic_id, topic_id || '-' || created_at from topic where name = ?")
@@ -69,7 +69,6 @@ pub(super) async fn ensure(
     Ok(Topic { topic_id, made, name: name.into(), partitions: ids })
 }
 
-/// Creates topics that are missing.
 pub(super) async fn declare(log: &Log, topics: &[String]) -> Result<(), BrokerError> {
     let mut connection = log.connect().await?;
     let failed = |error: sqlx::Error| log.failed("make topics in", &error);
@@ -81,7 +80,6 @@ pub(super) async fn declare(log: &Log, topics: &[String]) -> Result<(), BrokerEr
     connection.close().await.map_err(failed)
 }
 
-/// Deletes the topics and groups of subscriptions, with their rows and offsets.
 pub(super) async fn remove(log: &Log, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
     let mut connection = log.connect().await?;
     let failed = |error: sqlx::Error| log.failed("delete topics from", &error);
@@ -118,22 +116,21 @@ pub(super) async fn remove(log: &Log, subscriptions: &[Subscription]) -> Result<
     connection.close().await.map_err(failed)
 }
 
-/// Reads all rows of a topic, partition by partition.
 pub(super) async fn read_all(log: &Log, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
     let mut connection = log.connect().await?;
     let failed = |error: sqlx::Error| log.failed("read", &error);
     let mut arrived: Vec<Arrived> = Vec::new();
-    let found = find(&mut connection, topic).await.map_err(failed)?;
+    let found = find(&mut connection.sqlite, topic).await.map_err(failed)?;
     for (number, partition_id) in (0_i32..).zip(found.map(|topic| topic.partitions).unwrap_or_default()) {
         let (mut from, to): (i64, i64) =
             sqlx::query_as("select first_offset, next_offset from topic_partition where partition_id = ?")
                 .bind(partition_id)
-                .fetch_one(&mut *connection)
+                .fetch_one(&mut connection.sqlite)
                 .await
                 .map_err(failed)?;
         while from < to {
             let range = Range { topic, partition_id, number, from, to };
-            let rows = record::read(&mut connection, range, READ_ROWS, usize::MAX).await.map_err(failed)?;
+            let rows = record::read(&mut connection.sqlite, range, READ_ROWS, usize::MAX).await.map_err(failed)?;
             match rows.last() {
                 Some(last) => from = last.coordinates.offset + 1,
                 None => break,
@@ -145,33 +142,32 @@ pub(super) async fn read_all(log: &Log, topic: &str) -> Result<Vec<Arrived>, Bro
     Ok(arrived)
 }
 
-/// Checks the file and the groups.
-pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
+pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
     let mut connection = log.connect().await?;
     let failed = |error: sqlx::Error| log.failed("check", &error);
     let path = log.config.path.display();
     let mut findings = Vec::new();
 
     let sound: String =
-        sqlx::query_scalar("pragma quick_check(1)").fetch_one(&mut *connection).await.map_err(failed)?;
+        sqlx::query_scalar("pragma quick_check(1)").fetch_one(&mut connection.sqlite).await.map_err(failed)?;
     let detail = format!("`{path}`: {sound}");
     findings.push(match sound.as_str() {
-        "ok" => BrokerFinding::fine("file", detail),
+        "ok" => Finding::ok("file", detail),
         _ => {
             let remedy = "restore the broker file, or save what `.recover` of sqlite3 finds";
-            BrokerFinding::refused("file", detail, remedy)
+            Finding::refused("file", detail, remedy)
         }
     });
     let journal: String =
-        sqlx::query_scalar("pragma journal_mode").fetch_one(&mut *connection).await.map_err(failed)?;
+        sqlx::query_scalar("pragma journal_mode").fetch_one(&mut connection.sqlite).await.map_err(failed)?;
     let detail = format!("journal mode is `{journal}`; rows are synced to disk before they are settled");
     findings.push(match journal.as_str() {
-        "wal" => BrokerFinding::fine("journal", detail),
-        _ => BrokerFinding::refused("journal", detail, "keep the file on a local disk: WAL needs shared memory"),
+        "wal" => Finding::ok("journal", detail),
+        _ => Finding::refused("journal", detail, "keep the file on a local disk: WAL needs shared memory"),
     });
     let mut waiting = Vec::new();
     for subscription in subscriptions {
-        let group = look(&mut connection, subscription).await.map_err(failed)?;
+        let group = look(&mut connection.sqlite, subscription).await.map_err(failed)?;
         let Group { members, lag, .. } = group;
         if members > 0 && lag > 0 {
             waiting.push((findings.len(), subscription, group));
@@ -179,17 +175,15 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
         let name = format!("group {}", subscription.group());
         let detail = format!("members: {members}, rows not acknowledged: {lag}");
         findings.push(match members {
-            0 if lag > 0 => {
-                BrokerFinding::stuck(name, detail, format!("start the consumer `{}`", subscription.consumer))
-            }
-            _ => BrokerFinding::fine(name, detail),
+            0 if lag > 0 => Finding::stuck(name, detail, format!("start the consumer `{}`", subscription.consumer)),
+            _ => Finding::ok(name, detail),
         });
     }
     if !waiting.is_empty() {
         tokio::time::sleep(BETWEEN_LOOKS).await;
     }
     for (at, subscription, before) in waiting {
-        let after = look(&mut connection, subscription).await.map_err(failed)?;
+        let after = look(&mut connection.sqlite, subscription).await.map_err(failed)?;
         if after.members == 0 || after.committed > before.committed {
             continue;
         }
@@ -197,20 +191,19 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
         let detail = format!(
             "members: {members}, rows not acknowledged: {lag}, and none was in {BETWEEN_LOOKS:?}: it stands still"
         );
-        findings[at] = BrokerFinding::stuck(findings[at].name.clone(), detail, STANDS_STILL);
+        findings[at] = Finding::stuck(findings[at].name.clone(), detail, STANDS_STILL);
     }
-    findings.extend(keepers(log, &mut connection, subscriptions).await.map_err(failed)?);
+    findings.extend(keepers(log, &mut connection.sqlite, subscriptions).await.map_err(failed)?);
     connection.close().await.map_err(failed)?;
     Ok(findings)
 }
 
-/// The groups that nobody is in and that no subscription names, where retention keeps rows for
-/// them.
+/// The groups that nobody is in, that no subscription names, and that retention keeps rows for.
 async fn keepers(
     log: &Log,
     connection: &mut SqliteConnection,
     subscriptions: &[Subscription],
-) -> Result<Vec<BrokerFinding>, sqlx::Error> {
+) -> Result<Vec<Finding>, sqlx::Error> {
     if log.config.retention.is_none() {
         return Ok(Vec::new());
     }
@@ -227,7 +220,7 @@ async fn keepers(
     let kept = kept.into_iter().filter(|(name, _)| unnamed(name));
     let tell = |(name, kept): (String, i64)| {
         let (path, quoted) = (log.config.path.display(), name.replace('\'', "''"));
-        BrokerFinding::weaker(
+        Finding::warning(
             format!("group {name}"),
             format!("nobody is in it, and {kept} rows are kept for it whatever their age"),
             format!(
@@ -239,7 +232,6 @@ async fn keepers(
     Ok(kept.map(tell).collect())
 }
 
-/// The state of a group on the topics of a subscription.
 #[derive(Debug, Clone, Copy, Default)]
 struct Group {
     members: i64,
@@ -296,7 +288,7 @@ mod tests {
         let gone = "update topic_partition set next_offset = 5; insert into consumer_group (name) values ('gone'); \
                     insert into lease (group_id, partition_id, committed) \
                     select 1, partition_id, 2 from topic_partition";
-        sqlx::raw_sql(gone).execute(&mut *connection).await.unwrap();
+        sqlx::raw_sql(gone).execute(&mut connection.sqlite).await.unwrap();
         let told = || async {
             let findings = check(&log, &[]).await.unwrap();
             findings.into_iter().find(|finding| finding.name == "group gone")
@@ -306,7 +298,7 @@ mod tests {
         // The remedy is a statement that works.
         let remedy = found.remedy.unwrap();
         let sql = remedy.split('"').nth(1).unwrap().to_owned();
-        sqlx::raw_sql(sqlx::AssertSqlSafe(sql)).execute(&mut *connection).await.unwrap();
+        sqlx::raw_sql(sqlx::AssertSqlSafe(sql)).execute(&mut connection.sqlite).await.unwrap();
         assert_eq!(told().await, None);
     }
 }

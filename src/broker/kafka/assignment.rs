@@ -3,8 +3,8 @@
 //!
 //! Promises: an offset is committed only up to what was acknowledged for the assignment it was
 //! delivered under. Deliveries in flight are counted exactly.
-//!
-//! Not here: the calls to librdkafka (`poller`).
+
+mod ends;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -14,13 +14,11 @@ use crate::broker::PartitionId;
 /// Topic, partition and the offset after the last acknowledged one.
 pub(super) type Position = (Arc<str>, i32, i64);
 
-/// The topic and its partition.
 type Place = (Arc<str>, i32);
 
 /// The end of a partition that had no leader to ask when it began.
 pub(super) const UNKNOWN_END: i64 = i64::MAX;
 
-/// All partitions that this member owns.
 #[derive(Debug, Default)]
 pub(super) struct Assignment {
     topics: HashMap<Arc<str>, BTreeMap<i32, Source>>,
@@ -139,12 +137,10 @@ impl Assignment {
             .collect()
     }
 
-    /// The assignments of these partitions, as they are now.
     pub(super) fn ids(&self, partitions: &[(String, i32)]) -> Vec<PartitionId> {
         partitions.iter().filter_map(|(topic, partition)| Some(self.source(topic, *partition)?.id.clone())).collect()
     }
 
-    /// Forgets partitions and their deliveries in flight.
     pub(super) fn remove(&mut self, partitions: &[(String, i32)]) {
         for (topic, partition) in partitions {
             let Some(sources) = self.topics.get_mut(topic.as_str()) else { continue };
@@ -154,7 +150,6 @@ impl Assignment {
         }
     }
 
-    /// Forgets every partition of this member, with all that is in flight.
     pub(super) fn clear(&mut self) {
         self.topics.clear();
         self.ends_seen.clear();
@@ -195,8 +190,7 @@ impl Assignment {
         asked.filter_map(|source| Some((Arc::clone(&source.id.place), source.id.partition, source.next?))).collect()
     }
 
-    /// Counts a delivery. Returns `None` for a partition that this member does not own, or that is
-    /// not read.
+    /// Counts a delivery; `None` for a partition that this member does not own or does not read.
     pub(super) fn deliver(&mut self, topic: &str, partition: i32, offset: i64, weight: usize) -> Option<PartitionId> {
         let source = self.source_mut(topic, partition).filter(|source| source.is_read())?;
         source.in_flight.push_back(InFlight { offset, weight, counts: true });
@@ -293,48 +287,12 @@ impl Assignment {
         (pause, resume)
     }
 
-    /// The ones among these partitions that are paused.
     pub(super) fn paused_of(&self, partitions: &[(String, i32)]) -> Vec<(Arc<str>, i32)> {
         let sources = partitions.iter().filter_map(|(topic, partition)| self.source(topic, *partition));
         sources
             .filter(|source| source.paused)
             .map(|source| (Arc::clone(&source.id.place), source.id.partition))
             .collect()
-    }
-
-    /// Notes a report that a partition of this number reached its end at this offset. Where the
-    /// last offsets of a partition hold no message (aborted, compacted, markers), only such a
-    /// report shows its end: one that no other partition of the number, standing there, explains.
-    pub(super) fn end_reached(&mut self, partition: i32, offset: i64) {
-        if self.have_ended(partition) {
-            return;
-        }
-        let of_number = |source: &&Source| source.id.partition == partition;
-        let next: Vec<i64> = self.sources().filter(of_number).filter_map(|source| source.next).collect();
-        let times = self.ends_seen.entry((partition, offset)).or_default();
-        *times += 1;
-        let standing = next.iter().filter(|next| **next == offset).count();
-        let (is_unexplained, all_reported) = (*times > standing, *times >= standing);
-        for source in self.sources_mut().filter(|source| source.id.partition == partition) {
-            let shown = match (source.end, source.next) {
-                // Any end that it reaches is at or behind the one that it had when it began.
-                (Some(UNKNOWN_END), Some(next)) => {
-                    (is_unexplained && offset >= next) || (all_reported && offset == next)
-                }
-                (Some(end), _) => is_unexplained && offset >= end,
-                (None, _) => false,
-            };
-            source.leaderless &= !shown;
-            source.ended |= shown || source.has_reached_end();
-        }
-        // A report of a partition that went on since says nothing about another one. So there are
-        // no more entries than partitions, however long one of them takes to reach its end.
-        let have_ended = self.have_ended(partition);
-        self.ends_seen.retain(|(number, at), _| *number != partition || (!have_ended && next.contains(at)));
-    }
-
-    fn have_ended(&self, partition: i32) -> bool {
-        self.sources().all(|source| source.id.partition != partition || source.ended || source.refused)
     }
 
     /// Sets where a partition begins, and its end as the broker told it, or `UNKNOWN_END`.
@@ -346,16 +304,14 @@ impl Assignment {
         }
     }
 
-    /// How many partitions had no leader when they began and are not heard of since, and one of
-    /// them.
+    /// How many partitions had no leader when they began and are not heard of since; one of them.
     pub(super) fn leaderless(&self) -> Option<(usize, &PartitionId)> {
         let mut leaderless = self.sources().filter(|source| source.leaderless && !source.refused);
         let first = leaderless.next()?;
         Some((1 + leaderless.count(), &first.id))
     }
 
-    /// Where these partitions begin; `None` until `begin` was called for all that this member still
-    /// owns.
+    /// Where these partitions begin; `None` until `begin` was called for all that are still owned.
     pub(super) fn starts(&self, of: &[(String, i32)]) -> Option<Vec<Position>> {
         let sources = of.iter().filter_map(|(topic, partition)| self.source(topic, *partition));
         sources.map(|source| Some((Arc::clone(&source.id.place), source.id.partition, source.next?))).collect()
@@ -365,12 +321,6 @@ impl Assignment {
     pub(super) fn has_no_share(&self) -> bool {
         self.assigned_once && self.sources().next().is_none()
     }
-
-    /// True where an assignment has come and the caller has received everything that was in each
-    /// partition when its end was asked.
-    pub(super) fn is_caught_up(&self) -> bool {
-        self.assigned_once && self.sources().all(|source| source.has_reached_end() && source.is_handed_out())
-    }
 }
 
 #[cfg(test)]
@@ -378,7 +328,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
-    fn partitions(list: &[(&str, i32)]) -> Vec<(String, i32)> {
+    pub(super) fn partitions(list: &[(&str, i32)]) -> Vec<(String, i32)> {
         list.iter().map(|(topic, partition)| ((*topic).to_owned(), *partition)).collect()
     }
 
@@ -471,101 +421,6 @@ mod tests {
         assert_eq!(due(&mut all), [], "nothing of it is committed");
         all.acknowledge(&ids[0], 9);
         assert!((all.rows, all.bytes) == (0, 0));
-    }
-
-    // Shown by: not asking whether the caller received them (a run until idle ended before the last
-    // ones).
-    #[test]
-    fn caught_up_means_the_end_that_was_seen() {
-        let mut all = Assignment::default();
-        assert!(!all.is_caught_up() && !all.has_no_share(), "not assigned yet");
-        all.assign(&[]);
-        assert!(all.is_caught_up() && all.has_no_share(), "a member without partitions");
-        let ids = all.assign(&partitions(&[("t", 0)]));
-        assert!(!all.is_caught_up());
-        all.begin(&ids[0], 0, 2);
-        all.deliver("t", 0, 0, 1);
-        assert!(!all.is_caught_up());
-        all.deliver("t", 0, 1, 1);
-        all.hand(&ids[0], 0);
-        assert!(!all.is_caught_up(), "the last one is still on its way to the caller");
-        all.hand(&ids[0], 1);
-        assert!(all.is_caught_up());
-    }
-
-    #[test]
-    fn an_end_without_messages_before_it_is_taken_from_the_report() {
-        let mut all = Assignment::default();
-        let ids = all.assign(&partitions(&[("a", 0), ("b", 0)]));
-        all.begin(&ids[0], 10, 10);
-        all.begin(&ids[1], 3, 10);
-        all.end_reached(0, 10);
-        assert!(!all.is_caught_up(), "the report is explained by topic a");
-        all.end_reached(0, 10);
-        assert!(all.is_caught_up(), "one of the two reports is of topic b");
-    }
-
-    /// Shown by: taking the unknown end for an offset. Nothing reached it, also with a leader.
-    #[test]
-    fn g6_a_partition_that_began_without_a_leader_is_away_until_it_is_heard_of_and_reaches_its_end() {
-        let mut all = Assignment::default();
-        let ids = all.assign(&partitions(&[("a", 0), ("b", 0), ("a", 1)]));
-        all.begin(&ids[0], 4, UNKNOWN_END);
-        all.begin(&ids[1], 4, 4);
-        all.begin(&ids[2], 4, UNKNOWN_END);
-        assert_eq!(all.leaderless(), Some((2, &ids[0])));
-        all.end_reached(0, 4);
-        assert_eq!(all.leaderless(), Some((2, &ids[0])), "the report is explained by topic b");
-        all.end_reached(0, 4);
-        assert_eq!(all.leaderless(), Some((1, &ids[2])), "one of the two reports is of topic a");
-        all.deliver("a", 1, 4, 1);
-        all.hand(&ids[2], 4);
-        assert!(all.leaderless().is_none() && !all.is_caught_up());
-        all.end_reached(1, 5);
-        assert!(all.is_caught_up());
-    }
-
-    // While the process lives, an end is reported after each row that arrives.
-    #[test]
-    fn ends_are_kept_only_until_every_partition_has_reached_its_own() {
-        let mut all = Assignment::default();
-        let ids = all.assign(&partitions(&[("a", 0), ("b", 0), ("a", 1)]));
-        all.begin(&ids[0], 0, 0);
-        all.begin(&ids[1], 3, 10);
-        all.begin(&ids[2], 0, 0);
-        all.end_reached(0, 0);
-        all.end_reached(1, 0);
-        assert_eq!(all.ends_seen.len(), 1, "b has not reached its end");
-        all.end_reached(0, 10);
-        assert_eq!(all.ends_seen.len(), 0);
-        for offset in 0..1_000 {
-            all.deliver("a", 0, offset, 1).unwrap();
-            all.end_reached(0, offset + 1);
-        }
-        assert_eq!(all.ends_seen.len(), 0);
-        assert!(all.source("b", 0).unwrap().has_reached_end());
-        all.assign(&partitions(&[("b", 0)]));
-        assert!(!all.source("b", 0).unwrap().has_reached_end(), "a new assignment has its own end");
-    }
-
-    // Shown by: keeping every report until all have ended (1,001 entries), and by judging old
-    // reports again (the backlog counted as read once the other topic went on from its end).
-    #[test]
-    fn ends_of_a_topic_that_is_caught_up_neither_pile_up_nor_end_the_backlog_of_another() {
-        let mut all = Assignment::default();
-        let ids = all.assign(&partitions(&[("a", 0), ("b", 0)]));
-        all.begin(&ids[0], 0, 500);
-        all.begin(&ids[1], 0, 0);
-        all.end_reached(0, 0);
-        for offset in 0..1_000 {
-            all.deliver("b", 0, offset, 1).unwrap();
-            all.end_reached(0, offset + 1);
-            assert!(all.ends_seen.len() <= 2, "{} entries", all.ends_seen.len());
-            assert!(!all.source("a", 0).unwrap().has_reached_end(), "b is at {offset}");
-        }
-        all.end_reached(0, 700);
-        assert!(all.source("a", 0).unwrap().has_reached_end(), "no other partition stands at 700");
-        assert_eq!(all.ends_seen.len(), 0);
     }
 
     #[test]

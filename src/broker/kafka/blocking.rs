@@ -2,8 +2,6 @@
 //!
 //! Promise: no executor thread waits for the broker. A wrong password ends the wait early;
 //! librdkafka itself would try again until the deadline.
-//!
-//! Not here: polling (`publisher`, `poller`).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -46,8 +44,7 @@ pub(super) async fn run<T: Send + 'static>(
     }
 }
 
-/// Runs work on a thread of its own. The token is cancelled when the thread has ended, also by a
-/// panic.
+/// Runs work on a thread of its own. The token is cancelled when it has ended, also by a panic.
 pub(super) fn on_a_thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<CancellationToken, BrokerError> {
     let ended = CancellationToken::new();
     let says_so = ended.clone().drop_guard();
@@ -130,14 +127,12 @@ pub(super) fn topic_ids(config: &KafkaConfig, topics: &[&str]) -> Result<Vec<(St
     Ok(ids)
 }
 
-/// A client that only asks questions.
 pub(super) struct Asker {
     producer: BaseProducer<AskContext>,
     reports: Arc<Reports>,
 }
 
 impl Asker {
-    /// Makes the client; nothing is asked yet.
     pub(super) fn new(config: &KafkaConfig) -> Result<Self, BrokerError> {
         Self::with(&client::asker(config))
     }
@@ -150,17 +145,14 @@ impl Asker {
         Ok(Self { producer, reports })
     }
 
-    /// Waits until the broker answers.
     pub(super) fn reach(&self) -> Result<(), BrokerError> {
         reach(self.client(), &self.reports, || self.producer.poll(SERVE))
     }
 
-    /// Metadata of one topic, or of all.
     pub(super) fn metadata(&self, topic: Option<&str>) -> Result<Metadata, BrokerError> {
         metadata(self.client(), &self.reports, topic, || self.producer.poll(SERVE))
     }
 
-    /// The client of librdkafka that the producer uses.
     pub(super) fn client(&self) -> &Client<AskContext> {
         self.producer.client()
     }
@@ -171,7 +163,6 @@ impl Asker {
 pub(super) struct Admin(Option<AdminClient<DefaultClientContext>>);
 
 impl Admin {
-    /// Makes the librdkafka client; a setting that it refuses is an error.
     pub(super) fn new(config: &KafkaConfig) -> Result<Self, BrokerError> {
         let client = AdminClient::from_config_and_context(&client::asker(config), DefaultClientContext)
             .map_err(|error| properties::refused(&error))?;

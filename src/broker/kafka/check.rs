@@ -16,25 +16,25 @@ use super::client::ASK_DEADLINE;
 use super::config::KafkaConfig;
 use super::topology::{self, TopicSettings};
 use super::unread::Looker;
-use crate::broker::{BETWEEN_LOOKS, BrokerFinding, STANDS_STILL, Subscription, TopicState};
+use crate::broker::{BETWEEN_LOOKS, STANDS_STILL, Subscription, TopicState};
 use crate::error::BrokerError;
 use crate::inbox::rules::horizon::TopicRetention;
+use crate::observe::Finding;
 
 // What the default limits allow at enqueue, with room for the headers of a record.
 const ENQUEUE_BYTES_MAX: usize = 900_000 + 4_096;
 /// How many groups are examined at the same time. Each has a client of its own, with its threads.
 const GROUPS_AT_ONCE: usize = 16;
 
-/// Examines the broker, the topics and the groups.
 pub(super) async fn check(
     config: &Arc<KafkaConfig>,
     subscriptions: &[Subscription],
-) -> Result<Vec<BrokerFinding>, BrokerError> {
+) -> Result<Vec<Finding>, BrokerError> {
     let (config, subscriptions) = (Arc::clone(config), subscriptions.to_vec());
     blocking::run(move || look(&config, &subscriptions)).await
 }
 
-fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
+fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
     let asker = Asker::new(config)?;
     let topics: BTreeSet<&str> =
         subscriptions.iter().flat_map(|subscription| &subscription.topics).map(String::as_str).collect();
@@ -45,7 +45,7 @@ fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<Brok
         let found = topology::find(&metadata, topic);
         match topology::state(found) {
             TopicState::Ready => present.push((topic, found.map_or(0, copies))),
-            TopicState::NotReady(reason) => findings.push(BrokerFinding::weaker(
+            TopicState::NotReady(reason) => findings.push(Finding::warning(
                 format!("kafka topic {topic}"),
                 format!("cannot be used: {reason}; what is published to it is held, its consumers wait"),
                 topology::how_to_create(config, topic),
@@ -58,7 +58,11 @@ fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<Brok
     for (topic, copies) in present {
         match settings.get(topic) {
             Some(settings) => findings.extend(of_topic(config, topic, copies, settings)),
-            None => findings.push(unreadable(topic)),
+            None => findings.push(Finding::warning(
+                format!("kafka topic {topic}"),
+                "its settings cannot be read: copies, sizes and retention are not known",
+                format!("allow DescribeConfigs on topic `{topic}` to this user"),
+            )),
         }
     }
     for some in subscriptions.chunks(GROUPS_AT_ONCE) {
@@ -68,7 +72,7 @@ fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<Brok
 }
 
 /// Examines groups at the same time: each one that lags is watched for a while.
-fn of_groups(config: &KafkaConfig, asker: &Asker, subscriptions: &[Subscription]) -> Vec<BrokerFinding> {
+fn of_groups(config: &KafkaConfig, asker: &Asker, subscriptions: &[Subscription]) -> Vec<Finding> {
     std::thread::scope(|scope| {
         let looks = subscriptions.iter().map(|subscription| scope.spawn(move || of_group(config, asker, subscription)));
         // All of them begin before the first one is waited for.
@@ -78,7 +82,7 @@ fn of_groups(config: &KafkaConfig, asker: &Asker, subscriptions: &[Subscription]
     })
 }
 
-fn reachable(config: &KafkaConfig, asker: &Asker) -> Result<BrokerFinding, BrokerError> {
+fn reachable(config: &KafkaConfig, asker: &Asker) -> Result<Finding, BrokerError> {
     asker.reach()?;
     let brokers = asker.metadata(Some("__consumer_offsets")).map_or(0, |metadata| metadata.brokers().len());
     let (_, version) = rdkafka::util::get_rdkafka_version();
@@ -88,10 +92,7 @@ fn reachable(config: &KafkaConfig, asker: &Asker) -> Result<BrokerFinding, Broke
         (false, Some(_)) => format!("{} without TLS", config.sasl_mechanism.name()),
         (false, None) => "no TLS".to_owned(),
     };
-    Ok(BrokerFinding::fine(
-        "kafka",
-        format!("{brokers} broker(s) at {}, {security}, librdkafka {version}", config.bootstrap()),
-    ))
+    Ok(Finding::ok("kafka", format!("{brokers} broker(s) at {}, {security}, librdkafka {version}", config.bootstrap())))
 }
 
 /// The smallest number of copies that a partition of the topic has.
@@ -99,7 +100,7 @@ fn copies(topic: &MetadataTopic) -> usize {
     topic.partitions().iter().map(|partition| partition.replicas().len()).min().unwrap_or(0)
 }
 
-fn of_topic(config: &KafkaConfig, topic: &str, copies: usize, settings: &TopicSettings) -> Vec<BrokerFinding> {
+fn of_topic(config: &KafkaConfig, topic: &str, copies: usize, settings: &TopicSettings) -> Vec<Finding> {
     let number = |name: &str| settings.get(name).and_then(|value| value.parse::<i64>().ok());
     let alter = |change: &str| {
         let servers = config.bootstrap();
@@ -112,22 +113,22 @@ fn of_topic(config: &KafkaConfig, topic: &str, copies: usize, settings: &TopicSe
     let mut findings = Vec::new();
     let in_sync = number("min.insync.replicas").unwrap_or(1);
     findings.push(match (copies, in_sync) {
-        (0 | 1, _) => BrokerFinding::weaker(
+        (0 | 1, _) => Finding::warning(
             name("copies"),
             "one copy: the loss of one disk loses messages that were proven",
             "give it three copies (`kafka-reassign-partitions.sh`) and min.insync.replicas=2",
         ),
-        (copies, 1) => BrokerFinding::weaker(
+        (copies, 1) => Finding::warning(
             name("copies"),
             format!("{copies} copies, but a message counts as taken when one has it (min.insync.replicas=1)"),
             alter("min.insync.replicas=2"),
         ),
         (copies, in_sync) => {
-            BrokerFinding::fine(name("copies"), format!("{copies} copies, {in_sync} before a message counts as taken"))
+            Finding::ok(name("copies"), format!("{copies} copies, {in_sync} before a message counts as taken"))
         }
     });
     if settings.get("unclean.leader.election.enable").is_some_and(|value| value == "true") {
-        findings.push(BrokerFinding::weaker(
+        findings.push(Finding::warning(
             name("elections"),
             "a copy that lags may become leader: messages that were proven can be lost",
             alter("unclean.leader.election.enable=false"),
@@ -136,7 +137,7 @@ fn of_topic(config: &KafkaConfig, topic: &str, copies: usize, settings: &TopicSe
     if let Some(max) = number("max.message.bytes").and_then(|max| usize::try_from(max).ok())
         && max < ENQUEUE_BYTES_MAX
     {
-        findings.push(BrokerFinding::weaker(
+        findings.push(Finding::warning(
             name("sizes"),
             format!("takes {max} bytes at most, enqueue lets 900000 through: larger messages will be dead"),
             alter("max.message.bytes=1048588"),
@@ -146,7 +147,7 @@ fn of_topic(config: &KafkaConfig, topic: &str, copies: usize, settings: &TopicSe
     findings
 }
 
-fn retention(name: String, settings: &TopicSettings) -> BrokerFinding {
+fn retention(name: String, settings: &TopicSettings) -> Finding {
     let never = "a message may come again at any time, so the inbox horizon is `never`";
     let detail = match topology::kept(settings) {
         Some(TopicRetention::Compacted) => format!("compacted: {never}"),
@@ -156,10 +157,10 @@ fn retention(name: String, settings: &TopicSettings) -> BrokerFinding {
         }
         None => "not told by the broker".to_owned(),
     };
-    BrokerFinding::fine(name, detail)
+    Finding::ok(name, detail)
 }
 
-fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) -> BrokerFinding {
+fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) -> Finding {
     let group = subscription.group();
     let groups = match asker.client().fetch_group_list(Some(group), ASK_DEADLINE) {
         Ok(groups) => groups,
@@ -172,7 +173,7 @@ fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) ->
     let name = format!("kafka group {group}");
     if members > 0 && !protocol.is_empty() && protocol != "cooperative-sticky" {
         let detail = format!("{members} member(s) of another kind: their assignment strategy is `{protocol}`");
-        return BrokerFinding::refused(name, detail, "stop them, or give the consumer another `group`");
+        return Finding::refused(name, detail, "stop them, or give the consumer another `group`");
     }
     let looker = Looker::new(config, subscription);
     let Some(unread) = looker.as_ref().and_then(Looker::unread) else {
@@ -182,7 +183,7 @@ fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) ->
         && let Some(first) = unread.first()
     {
         let detail = format!("nobody is in it, and it has not read {first}");
-        return BrokerFinding::stuck(name, detail, format!("start the consumer `{}`", subscription.consumer));
+        return Finding::stuck(name, detail, format!("start the consumer `{}`", subscription.consumer));
     }
     // While the group rebalances, nothing moves: only a stable group is examined.
     if members > 0
@@ -191,25 +192,17 @@ fn of_group(config: &KafkaConfig, asker: &Asker, subscription: &Subscription) ->
         && let Some(stands) = looker.and_then(|looker| looker.stands(&unread))
     {
         let detail = format!("{members} member(s), and it stands still: {stands}, and none was in {BETWEEN_LOOKS:?}");
-        return BrokerFinding::stuck(name, detail, STANDS_STILL);
+        return Finding::stuck(name, detail, STANDS_STILL);
     }
-    BrokerFinding::fine(name, format!("{members} member(s), {}", if state.is_empty() { "not used yet" } else { state }))
+    Finding::ok(name, format!("{members} member(s), {}", if state.is_empty() { "not used yet" } else { state }))
 }
 
 /// The finding for a group that could not be examined: what is unknown must not look good.
-fn untold(group: &str, what: &str) -> BrokerFinding {
-    BrokerFinding::weaker(
+fn untold(group: &str, what: &str) -> Finding {
+    Finding::warning(
         format!("kafka group {group}"),
         what,
         format!("allow Describe on group `{group}` and on its topics to this user, and see whether the broker answers"),
-    )
-}
-
-fn unreadable(topic: &str) -> BrokerFinding {
-    BrokerFinding::weaker(
-        format!("kafka topic {topic}"),
-        "its settings cannot be read: copies, sizes and retention are not known",
-        format!("allow DescribeConfigs on topic `{topic}` to this user"),
     )
 }
 
@@ -218,7 +211,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
-    fn findings(copies: usize, settings: &[(&str, &str)]) -> Vec<BrokerFinding> {
+    fn findings(copies: usize, settings: &[(&str, &str)]) -> Vec<Finding> {
         let settings = settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
         of_topic(&KafkaConfig::from_url("kafka://a:1").unwrap(), "t", copies, &settings)
     }

@@ -2,8 +2,6 @@
 //!
 //! Promise: the settings that the promises depend on are set here, and no property can change them
 //! (`properties` refuses it).
-//!
-//! Not here: which sizes the topics ask for (`topology`).
 
 use std::time::Duration;
 
@@ -13,9 +11,7 @@ use rdkafka::config::RDKafkaLogLevel;
 use super::config::KafkaConfig;
 use super::properties;
 
-/// How long opening a session may take.
 pub(super) const OPEN_DEADLINE: Duration = Duration::from_secs(10);
-/// How long one question to the broker may take.
 pub(super) const ASK_DEADLINE: Duration = Duration::from_secs(5);
 
 // librdkafka's queue is twice as large as our own bound. The publisher waits at our bound, because
@@ -87,12 +83,10 @@ pub(super) fn asker(config: &KafkaConfig) -> ClientConfig {
     with_properties(config, common(config))
 }
 
-/// A producer that asks for the ids of topics.
 pub(super) fn topic_asker(config: &KafkaConfig) -> ClientConfig {
     with_debug(asker(config), "metadata")
 }
 
-/// The producer of one publishing session.
 pub(super) fn producer(config: &KafkaConfig, sizes: Sizes) -> ClientConfig {
     let mut settings = common(config);
     let rows = config.publish_rows_max.saturating_mul(2).max(QUEUE_ROWS_MIN);
@@ -128,7 +122,6 @@ fn with_debug(mut settings: ClientConfig, context: &str) -> ClientConfig {
     settings
 }
 
-/// The settings that all consumers share.
 fn consumer_common(config: &KafkaConfig, group: &str) -> ClientConfig {
     let mut settings = common(config);
     settings
@@ -150,7 +143,6 @@ fn consumer_common(config: &KafkaConfig, group: &str) -> ClientConfig {
     settings
 }
 
-/// A client that is a member of a group.
 pub(super) fn member(config: &KafkaConfig, group: &str) -> ClientConfig {
     let mut settings = consumer_common(config, group);
     let session = config.session_timeout.as_millis().max(1);

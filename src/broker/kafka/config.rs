@@ -2,8 +2,6 @@
 //!
 //! Promises: a setting that is invalid or breaks a promise is refused with its name and the remedy.
 //! No password is ever shown.
-//!
-//! Not here: reading files or the environment (room `app`), the settings of librdkafka (`client`).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -73,8 +71,7 @@ pub enum SaslMechanism {
 
 impl SaslMechanism {
     /// The name that brokers and librdkafka use.
-    #[must_use]
-    pub fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Self::Plain => "PLAIN",
             Self::ScramSha256 => "SCRAM-SHA-256",
@@ -153,7 +150,6 @@ impl KafkaConfig {
         })
     }
 
-    /// Checks what can be checked without a connection.
     pub(super) fn validate(&self) -> Result<(), BrokerError> {
         if self.servers.is_empty() {
             return Err(refused("no Kafka server is named: `[broker] url = \"kafka://HOST:PORT\"`"));
@@ -200,8 +196,7 @@ impl KafkaConfig {
         }
     }
 
-    /// Whether batches are compressed. Then a message's size says little about its size at the
-    /// broker.
+    /// Whether batches are compressed: a message then has another size at the broker.
     pub(super) fn compresses(&self) -> bool {
         let set = ["compression.type", "compression.codec"].iter().find_map(|name| self.properties.get(*name));
         set.is_some_and(|codec| codec != "none")

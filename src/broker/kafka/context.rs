@@ -3,8 +3,6 @@
 //!
 //! Promises: an error of authentication or of TLS is kept, with the broker's name and without
 //! secrets, until the connection works again. An outage of all brokers and its end are logged once.
-//!
-//! Not here: errors of messages (`window`) and of partitions (`poller`).
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,7 +38,6 @@ struct State {
     last: Option<String>,
     /// The partition end that was reported last: rdkafka's error has only the partition.
     eof_offset: Option<i64>,
-    /// The ids of topics by name.
     topic_ids: HashMap<String, String>,
     /// The first topic whose id changed.
     made_anew: Option<String>,
@@ -93,12 +90,10 @@ impl Reports {
         self.state().last.take()
     }
 
-    /// The end offset that was reported last.
     pub(super) fn eof_offset(&self) -> i64 {
         self.state().eof_offset.unwrap_or(-1)
     }
 
-    /// The id of the topic that has this name, where the broker told it.
     pub(super) fn topic_id(&self, topic: &str) -> Option<String> {
         self.state().topic_ids.get(topic).cloned()
     }
@@ -122,7 +117,6 @@ impl Reports {
         self.state().denied.get_or_insert_with(|| (Instant::now(), reason.to_owned()));
     }
 
-    /// Since when a topic may not be read, and the broker's reason.
     pub(super) fn denied(&self) -> Option<(Instant, String)> {
         self.state().denied.clone()
     }
@@ -163,7 +157,6 @@ impl Reports {
         state.last = Some(reason.to_owned());
     }
 
-    /// Handles a line of librdkafka's log.
     pub(super) fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
         match facility {
             "IDEMPSTATE" if line.ends_with("-> Assigned") => {
@@ -228,7 +221,6 @@ fn offset_of_end(reason: &str) -> Option<i64> {
 /// The context of a client that only asks questions and reads.
 #[derive(Debug, Default)]
 pub(super) struct AskContext {
-    /// What librdkafka reported about this client: its errors, and whether a broker answers.
     pub(super) reports: Arc<Reports>,
 }
 

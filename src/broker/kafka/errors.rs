@@ -2,8 +2,6 @@
 //!
 //! Promise: only an error about the message itself counts as the message's fault (R16). An error
 //! about the destination never does. Every unknown error puts the session in doubt.
-//!
-//! Not here: errors that belong to no message (`context`).
 
 use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
 

@@ -23,7 +23,6 @@ const PROOF_MAX: Duration = Duration::from_secs(600);
 /// A topic and the number of a partition of it.
 pub(super) type Place = (String, i32);
 
-/// The partitions of all topics of a session.
 #[derive(Debug, Default)]
 pub(super) struct Opening {
     topics: HashMap<String, Partitions>,
@@ -32,8 +31,7 @@ pub(super) struct Opening {
     /// Partitions whose first row was settled: rows that wait for it may go on.
     opened: Vec<Place>,
     proofs_since: Option<Instant>,
-    /// The lowest number of partitions that a topic has had; below it no row shows that one has
-    /// grown.
+    /// The lowest number of partitions of a topic; below it no row shows that one has grown.
     least: Option<usize>,
     /// Topics with a row on a partition beyond their number: the client learned of new ones.
     outgrown: HashSet<String>,
@@ -53,10 +51,8 @@ impl Partitions {
     }
 }
 
-/// Whether a row may be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum May {
-    /// The row may be sent.
     Go,
     /// It may, as the first one of this partition: the next ones wait until it is settled.
     GoFirst(i32),
@@ -81,7 +77,6 @@ impl Opening {
         self.outgrown.drain().collect()
     }
 
-    /// Whether a row of this key may be sent now.
     pub(super) fn may_go(&mut self, topic: &str, key: &[u8]) -> May {
         if self.incomplete == 0 {
             return May::Go;
@@ -122,12 +117,10 @@ impl Opening {
         }
     }
 
-    /// Whether rows that wait may go on.
     pub(super) fn has_opened(&self) -> bool {
         !self.opened.is_empty()
     }
 
-    /// Takes the partitions whose rows may go on.
     pub(super) fn take_opened(&mut self) -> Vec<Place> {
         std::mem::take(&mut self.opened)
     }
@@ -137,12 +130,10 @@ impl Opening {
         self.opened.extend(places);
     }
 
-    /// The partition of a key in a topic that is known.
     pub(super) fn partition_of(&self, topic: &str, key: &[u8]) -> Option<i32> {
         self.topics.get(topic).map(|partitions| partition_of(key, partitions.count))
     }
 
-    /// Forgets proofs that are too old.
     pub(super) fn forget_old_proofs(&mut self, now: Instant) {
         let since = *self.proofs_since.get_or_insert(now);
         if now.saturating_duration_since(since) < PROOF_MAX {
@@ -154,8 +145,7 @@ impl Opening {
     }
 }
 
-/// The partition of a key, as the client's partitioner `murmur2_random` and Kafka's own clients
-/// compute it.
+/// The partition of a key, as the partitioner `murmur2_random` and Kafka's own clients compute it.
 fn partition_of(key: &[u8], count: usize) -> i32 {
     let positive = murmur2(key) & 0x7fff_ffff;
     i32::try_from(positive as usize % count.max(1)).unwrap_or(0)

@@ -5,8 +5,6 @@
 //! and polling goes on, so that a slow handler does not cost the membership. Partitions that are
 //! revoked are drained up to a deadline, then what was acknowledged is committed, then they are
 //! given up. Partitions that were already lost are not committed.
-//!
-//! Not here: the bookkeeping (`assignment`), the async side (`subscriber`).
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -147,12 +145,10 @@ impl PollerState {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What is acknowledged and not known to be committed: of these partitions, or of all.
     fn unconfirmed(&self, of: Option<&[(String, i32)]>) -> Vec<Position> {
         self.assignment().unconfirmed(of)
     }
 
-    /// Hands an event over to the async side.
     pub(super) fn tell(&self, event: Result<Event, BrokerError>) {
         // Sending fails only when the subscriber was dropped: then the thread is about to end.
         let _nobody = self.events.send(event);
@@ -261,7 +257,7 @@ impl MemberContext {
             // Other members may own them already: a commit would be refused, or accepted and wrong.
             shared.assignment().remove(revoked);
             if !sources.is_empty() {
-                shared.tell(Ok(Event::Revoked { sources, lost, done: RevokeGuard::idle() }));
+                shared.tell(Ok(Event::Revoked { sources, lost, done: RevokeGuard::pair().0 }));
             }
             return;
         }
@@ -522,8 +518,7 @@ fn unreadable_is_over(config: &KafkaConfig, shared: &PollerState) -> Option<Stri
     Some(format!("a record of {topic}/{partition} that could not be read can be read now, or is deleted"))
 }
 
-/// Handles an error that polling returned. Most pass by themselves and are only logged; some end
-/// the subscriber.
+/// Handles an error that polling returned. Most pass by themselves; some end the subscriber.
 fn trouble(shared: &PollerState, error: &KafkaError) {
     use RDKafkaErrorCode as Code;
     let reason = shared.reports.take_last().unwrap_or_else(|| error.to_string());

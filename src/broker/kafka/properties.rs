@@ -3,8 +3,6 @@
 //! Promise: a property is refused by name, with the reason and before any connection, if it would
 //! break a promise of this project, if another setting would silently override it, or if librdkafka
 //! does not know it.
-//!
-//! Not here: the values that are set by default (`client`).
 
 use std::collections::BTreeMap;
 
@@ -39,7 +37,6 @@ enum Rule {
     Only(&'static [&'static str]),
     /// A whole number between these two, both included.
     Between(i64, i64),
-    /// The user may give this property no value at all.
     Never,
 }
 
@@ -131,7 +128,6 @@ pub(super) fn canonical(name: &str) -> &str {
     ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name, |(_, name)| name)
 }
 
-/// True for properties whose value must not be shown.
 fn is_secret(name: &str) -> bool {
     ["password", "secret", "pem", "jaas", "sasl.oauthbearer.config"].iter().any(|part| name.contains(part))
 }

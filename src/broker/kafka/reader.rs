@@ -2,8 +2,6 @@
 //!
 //! Promises: it joins no group, commits nothing and acknowledges nothing. Each partition is read up
 //! to the first end that the broker reports.
-//!
-//! Not here: following a topic (`subscriber`).
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

@@ -3,8 +3,6 @@
 //! Guarantees: events come in the order in which they happened. `next` loses no event when it is
 //! dropped. `close` commits what was acknowledged and leaves the group; dropping the subscriber
 //! does the same without waiting.
-//!
-//! Not here: polling and rebalances (`poller`).
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::{Arc, Weak};
@@ -30,7 +28,6 @@ use crate::inbox::rules::position::{BrokerOffsets, Position, start};
 const CLOSE_DEADLINE: Duration = Duration::from_secs(10);
 const ASK_AGAIN: Duration = Duration::from_millis(100);
 
-/// A subscription of [`super::KafkaBroker`].
 pub(super) struct KafkaSubscriber {
     shared: Arc<PollerState>,
     events: mpsc::UnboundedReceiver<Result<Event, BrokerError>>,
@@ -257,7 +254,6 @@ fn found(
     }
 }
 
-/// The ones among these partitions that have no leader.
 fn leaderless<'a>(
     consumer: &BaseConsumer<MemberContext>,
     sources: &'a [PartitionId],

@@ -3,8 +3,6 @@
 //! Promises: nothing is created unless `create_topics` is on. A topic counts as ready only when the
 //! broker's metadata shows it with a leader, and with as many copies in sync in every partition as
 //! a producer that waits for all of them needs (R16, R19).
-//!
-//! Not here: what is worth a warning (`check`).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -30,15 +28,12 @@ const BATCH_MIN: usize = 16 << 10;
 /// Up to so many topics are asked for by name; for more, one request asks for all topics.
 const ASKED_ONE_BY_ONE: usize = 8;
 
-/// Settings of a topic by name.
 pub(super) type TopicSettings = BTreeMap<String, String>;
 
 /// What the broker told about a topic; `None` for what it did not tell.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Limits {
-    /// The topic's setting `max.message.bytes`, in bytes.
     pub(super) message_max: Option<usize>,
-    /// The topic's setting `min.insync.replicas`: how many copies must be in sync.
     pub(super) in_sync_min: Option<usize>,
 }
 
@@ -72,8 +67,7 @@ impl TopicLimits {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes how many partitions a topic has now; 0 where it does not exist. Tells once that they
-    /// have become more.
+    /// Notes how many partitions a topic has, 0 where it does not exist; tells once of more.
     pub(super) fn saw_partitions(&self, topic: &str, now: usize) -> Option<Grown> {
         let mut partitions = self.partitions.lock().unwrap_or_else(PoisonError::into_inner);
         if now == 0 {
@@ -137,7 +131,6 @@ impl TopicLimits {
         self.known().remove(topic);
     }
 
-    /// The sizes that fit all known topics.
     pub(super) fn sizes(&self) -> Sizes {
         let batch_max = self.batch_max.lock().unwrap_or_else(PoisonError::into_inner).unwrap_or(BATCH_MAX);
         let known = self.known();
@@ -162,7 +155,6 @@ impl TopicLimits {
     }
 }
 
-/// The number of copies of a partition.
 #[derive(Debug, Clone, Copy)]
 struct Copies {
     partition: i32,
@@ -188,12 +180,10 @@ pub(super) fn asked(
     topics.iter().map(|topic| ask(Some(*topic))).collect()
 }
 
-/// The topics of these answers by their names.
 pub(super) fn by_name(answers: &[Metadata]) -> HashMap<&str, &MetadataTopic> {
     answers.iter().flat_map(Metadata::topics).map(|topic| (topic.name(), topic)).collect()
 }
 
-/// Finds a topic in metadata by its name.
 pub(super) fn find<'a>(metadata: &'a Metadata, name: &str) -> Option<&'a MetadataTopic> {
     metadata.topics().iter().find(|topic| topic.name() == name)
 }
@@ -210,8 +200,7 @@ pub(super) fn state(topic: Option<&MetadataTopic>) -> TopicState {
     }
 }
 
-/// How many partitions a topic has, from its metadata: 0 where it does not exist, `None` where that
-/// is not told.
+/// How many partitions a topic has: 0 where it does not exist, `None` where that is not told.
 pub(super) fn partitions(topic: Option<&MetadataTopic>) -> Option<usize> {
     use RDKafkaErrorCode::{UnknownTopic, UnknownTopicOrPartition};
     let Some(topic) = topic else { return Some(0) };
@@ -350,7 +339,6 @@ fn creation_error(topic: &str, code: RDKafkaErrorCode) -> BrokerError {
     }
 }
 
-/// Deletes the topics and groups of subscriptions.
 pub(super) async fn remove(config: &Arc<KafkaConfig>, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
     let topics: BTreeSet<String> = subscriptions.iter().flat_map(|subscription| subscription.topics.clone()).collect();
     let groups: BTreeSet<String> = subscriptions.iter().map(|subscription| subscription.group().to_owned()).collect();

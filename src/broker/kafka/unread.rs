@@ -47,8 +47,7 @@ impl<'a> Looker<'a> {
         Some(Self { reader, topics: &subscription.topics })
     }
 
-    /// Partitions with records that the group has not acknowledged; `None` where the broker does
-    /// not tell.
+    /// Partitions with records that are not acknowledged; `None` where the broker does not tell.
     pub(super) fn unread(&self) -> Option<Vec<Unread>> {
         let mut list = TopicPartitionList::new();
         for topic in self.topics {

@@ -4,8 +4,6 @@
 //! Promises: rows and bytes in the client are bounded; at a bound the sender waits and gets no
 //! error. No delivery report is lost, even if the future that waits for it is dropped. After a
 //! refusal no later row of that key or topic is sent until the relay received that outcome (R15).
-//!
-//! Not here: the meaning of errors (`errors`).
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -118,7 +116,6 @@ impl PublishWindow {
         self.changed.notified().await;
     }
 
-    /// Wakes the task that waits for a change in the window.
     pub(super) fn wake(&self) {
         self.changed.notify_one();
     }
@@ -138,7 +135,6 @@ impl PublishWindow {
         })
     }
 
-    /// Learns how many partitions a topic has.
     pub(super) fn learn_partitions(&self, topic: &str, count: usize) {
         self.state().opening.learn(topic, count);
     }
@@ -159,12 +155,10 @@ impl PublishWindow {
         }
     }
 
-    /// The partition of a key in a topic that was asked for.
     pub(super) fn partition_of(&self, topic: &str, key: &[u8]) -> Option<i32> {
         self.state().opening.partition_of(topic, key)
     }
 
-    /// Takes the partitions whose waiting rows may go on.
     pub(super) fn take_opened(&self) -> Vec<Place> {
         self.state().opening.take_opened()
     }
@@ -230,8 +224,6 @@ impl PublishWindow {
         self.state().has_refused = false;
     }
 
-    /// Why the session must start anew: a topic takes smaller batches than this session makes, or a
-    /// row was reported as delivered without a proof.
     pub(super) fn stale(&self) -> Option<String> {
         self.state().stale.clone()
     }
@@ -396,9 +388,7 @@ fn receipt(partition: i32, offset: i64) -> Option<Receipt> {
 /// The callbacks that librdkafka calls on the thread that polls the producer.
 #[derive(Debug)]
 pub(super) struct PublishContext {
-    /// Receives the delivery reports.
     pub(super) window: Arc<PublishWindow>,
-    /// Receives all other reports.
     pub(super) reports: Arc<Reports>,
 }
 

@@ -3,13 +3,14 @@
 //! AMQP does not show policies. Where they matter, a finding has the command that shows or sets
 //! them.
 
-use super::config::RabbitConfig;
+use super::config::Known;
 use super::repartition;
 use super::socket::Link;
 use super::topology::{ENABLE_PLUGIN, QueueState, Topology, hash_exchange, queues};
 use super::version::ServerVersion;
-use crate::broker::{BETWEEN_LOOKS, BrokerFinding, STANDS_STILL, Subscription};
+use crate::broker::{BETWEEN_LOOKS, STANDS_STILL, Subscription};
 use crate::error::BrokerError;
+use crate::observe::{Finding, Severity};
 use crate::text::loopback::is_loopback;
 
 /// The oldest version with quorum queues, a single active consumer, and redelivery in order.
@@ -17,10 +18,10 @@ const OLDEST: (u32, u32) = (3, 10);
 
 /// Examines everything that the publisher and these subscriptions use. Creates nothing.
 pub(super) async fn check(
-    config: &RabbitConfig,
+    config: &Known,
     version: &ServerVersion,
     subscriptions: &[Subscription],
-) -> Result<Vec<BrokerFinding>, BrokerError> {
+) -> Result<Vec<Finding>, BrokerError> {
     let servers = config.servers()?;
     let link = Link::open(config, "oncebox doctor").await?;
     let mut topology = Topology::new(&link, config);
@@ -29,7 +30,7 @@ pub(super) async fn check(
     let mut waiting = Vec::new();
     if let Some(server) = servers.iter().find(|server| !server.tls() && !is_loopback(server.host())) {
         let detail = format!("the connection to {server} is not encrypted, and the password goes over it");
-        findings.push(BrokerFinding::weaker("rabbitmq tls", detail, "use amqps://"));
+        findings.push(Finding::warning("rabbitmq tls", detail, "use amqps://"));
     }
     findings.push(exchange(&mut topology).await?);
     if let Some(alternate) = &config.alternate_exchange {
@@ -47,7 +48,7 @@ pub(super) async fn check(
             if config.partitions > 1 {
                 let hash = hash_exchange(&queue);
                 if !topology.exchange_exists(&hash).await? {
-                    findings.push(BrokerFinding::weaker(
+                    findings.push(Finding::warning(
                         format!("exchange {hash}"),
                         "the hash exchange is not there yet",
                         "start the consumer, which declares it",
@@ -65,34 +66,34 @@ pub(super) async fn check(
     Ok(findings)
 }
 
-fn finding_version(version: &ServerVersion, server: &str) -> BrokerFinding {
+fn finding_version(version: &ServerVersion, server: &str) -> Finding {
     let ServerVersion { product, version: text } = version;
     let (name, detail) = ("rabbitmq server", format!("{product} {text} at {server}"));
     if product == "RabbitMQ" && version.numbers() < OLDEST {
-        return BrokerFinding::refused(name, detail, format!("use RabbitMQ {}.{} or later", OLDEST.0, OLDEST.1));
+        return Finding::refused(name, detail, format!("use RabbitMQ {}.{} or later", OLDEST.0, OLDEST.1));
     }
-    BrokerFinding::fine(name, detail)
+    Finding::ok(name, detail)
 }
 
-async fn exchange(topology: &mut Topology<'_>) -> Result<BrokerFinding, BrokerError> {
+async fn exchange(topology: &mut Topology<'_>) -> Result<Finding, BrokerError> {
     let exchange = &topology.config.exchange;
     let name = format!("exchange {exchange}");
     if !topology.exchange_exists(exchange).await? {
         let remedy = "start `publisher` or `consumer`, which declares it";
-        return Ok(BrokerFinding::weaker(name, "not there yet", remedy));
+        return Ok(Finding::warning(name, "not there yet", remedy));
     }
     // The exchange exists, so declaring it only compares its properties.
     let compared = topology.exchange().await;
     difference(name, compared, "a durable topic exchange".into())
 }
 
-async fn alternate_exchange(name: &str, topology: &mut Topology<'_>) -> Result<BrokerFinding, BrokerError> {
+async fn alternate_exchange(name: &str, topology: &mut Topology<'_>) -> Result<Finding, BrokerError> {
     let called = format!("alternate exchange {name}");
     if topology.exchange_exists(name).await? {
-        return Ok(BrokerFinding::fine(called, "there"));
+        return Ok(Finding::ok(called, "there"));
     }
     let remedy = format!("declare `{name}` and bind a durable queue to it, or unset alternate_exchange");
-    Ok(BrokerFinding::refused(called, "not there: what cannot be routed is refused instead", remedy))
+    Ok(Finding::refused(called, "not there: what cannot be routed is refused instead", remedy))
 }
 
 /// Examines again, after a pause, the queues that have consumers and ready messages, and notes in
@@ -101,7 +102,7 @@ async fn alternate_exchange(name: &str, topology: &mut Topology<'_>) -> Result<B
 async fn look_again(
     waiting: Vec<(usize, String, u32)>,
     topology: &mut Topology<'_>,
-    findings: &mut [BrokerFinding],
+    findings: &mut [Finding],
 ) -> Result<(), BrokerError> {
     if waiting.is_empty() {
         return Ok(());
@@ -110,18 +111,20 @@ async fn look_again(
     for (at, queue, before) in waiting {
         let Some(after) = topology.queue_as_it_stands(&queue).await? else { continue };
         let finding = &mut findings[at];
-        if after.consumers == 0 || after.ready < before || finding.refused {
+        if after.consumers == 0 || after.ready < before || finding.severity == Severity::Refused {
             continue;
         }
         let ready = after.ready;
-        finding.stuck = ready == before;
-        finding.detail = match finding.stuck {
-            true => format!("{ready} ready, {} consumers: none was taken in {BETWEEN_LOOKS:?}", after.consumers),
-            false => format!(
+        let name = std::mem::take(&mut finding.name);
+        *finding = if ready == before {
+            let detail = format!("{ready} ready, {} consumers: none was taken in {BETWEEN_LOOKS:?}", after.consumers);
+            Finding::stuck(name, detail, STANDS_STILL)
+        } else {
+            let detail = format!(
                 "{before} ready, {BETWEEN_LOOKS:?} later {ready}: more comes than its consumer takes, or it stands still"
-            ),
+            );
+            Finding::warning(name, detail, STANDS_STILL)
         };
-        finding.remedy = Some(STANDS_STILL.to_owned());
     }
     Ok(())
 }
@@ -133,12 +136,12 @@ async fn queue_finding(
     queue: &str,
     version: &ServerVersion,
     topology: &mut Topology<'_>,
-) -> Result<(BrokerFinding, Option<u32>), BrokerError> {
+) -> Result<(Finding, Option<u32>), BrokerError> {
     let name = format!("queue {queue}");
     let Some(seen) = topology.queue_as_it_stands(queue).await? else {
         let detail = format!("not there yet: what is published to `{topic}` has no route");
         let remedy = "start the consumer, which declares and binds it";
-        return Ok((BrokerFinding::weaker(name, detail, remedy), None));
+        return Ok((Finding::warning(name, detail, remedy), None));
     };
     let ready = (seen.consumers > 0 && seen.ready > 0).then_some(seen.ready);
     let counts = format!("{} ready, {} consumers", seen.ready, seen.consumers);
@@ -146,17 +149,17 @@ async fn queue_finding(
         Ok(found) if found.limit_as_it_stands && version.limits_deliveries() => {
             let detail =
                 format!("{counts}; its delivery limit is not -1: a message delivered too often is thrown away");
-            BrokerFinding::refused(name, detail, unlimited(queue))
+            Finding::refused(name, detail, unlimited(queue))
         }
         // Older servers have no limit by default, and know no policy that takes one away.
         Ok(QueueState { limit: Some(limit), .. }) if limit >= 0 => {
             let detail =
                 format!("{counts}; its delivery limit is {limit}: a message delivered more often is thrown away");
-            BrokerFinding::refused(name, detail, "delete it when it is empty; its consumer declares it without a limit")
+            Finding::refused(name, detail, "delete it when it is empty; its consumer declares it without a limit")
         }
         Ok(_) if seen.consumers == 0 && seen.ready > 0 => {
             let remedy = format!("start the consumer `{}`", subscription.consumer);
-            BrokerFinding::stuck(name, format!("{counts}: nobody reads it"), remedy)
+            Finding::stuck(name, format!("{counts}: nobody reads it"), remedy)
         }
         compared => difference(name, compared.map(drop), format!("{counts}; quorum, single active consumer"))?,
     };
@@ -169,7 +172,7 @@ async fn other_layout(
     subscription: &Subscription,
     topic: &str,
     topology: &mut Topology<'_>,
-) -> Result<Option<BrokerFinding>, BrokerError> {
+) -> Result<Option<Finding>, BrokerError> {
     let queue = subscription.queue(topic);
     let other = repartition::other_layout(&queue, topology).await?;
     if other.is_empty() {
@@ -177,7 +180,7 @@ async fn other_layout(
     }
     let (ready, _) = repartition::left(&other, topology).await?;
     let (found, wanted) = (repartition::described(&queue, topic, &other, ready), topology.config.partitions);
-    Ok(Some(BrokerFinding::refused(
+    Ok(Some(Finding::refused(
         format!("queues of {topic}"),
         format!("{found}, but partitions = {wanted}: nobody reads them"),
         repartition::remedy(&queue, &other),
@@ -190,18 +193,18 @@ fn unlimited(queue: &str) -> String {
     format!(r#"rabbitmqctl set_policy --apply-to queues "{queue} unlimited" "^{pattern}$" '{{"delivery-limit":-1}}'"#)
 }
 
-fn difference(name: String, compared: Result<(), BrokerError>, good: String) -> Result<BrokerFinding, BrokerError> {
+fn difference(name: String, compared: Result<(), BrokerError>, good: String) -> Result<Finding, BrokerError> {
     match compared {
-        Ok(()) => Ok(BrokerFinding::fine(name, good)),
+        Ok(()) => Ok(Finding::ok(name, good)),
         Err(BrokerError::Refused(why)) => {
-            Ok(BrokerFinding::refused(name, why, "delete it when it is empty, or set another name here"))
+            Ok(Finding::refused(name, why, "delete it when it is empty, or set another name here"))
         }
         Err(error) => Err(error),
     }
 }
 
-fn policies(vhost: &str) -> BrokerFinding {
-    BrokerFinding::weaker(
+fn policies(vhost: &str) -> Finding {
+    Finding::warning(
         "rabbitmq policies",
         "AMQP does not show policies; max-length, message-ttl, expires or a delivery-limit on these queues loses \
          messages",
@@ -212,12 +215,12 @@ fn policies(vhost: &str) -> BrokerFinding {
     )
 }
 
-async fn plugin(config: &RabbitConfig) -> Result<BrokerFinding, BrokerError> {
+async fn plugin(config: &Known) -> Result<Finding, BrokerError> {
     // A separate connection, because the server closes it where the plugin is missing.
     let link = Link::open(config, "oncebox doctor").await?;
     let name = "rabbitmq consistent-hash plugin";
     if Topology::new(&link, config).has_hash_plugin().await? {
-        return Ok(BrokerFinding::fine(name, "enabled"));
+        return Ok(Finding::ok(name, "enabled"));
     }
-    Ok(BrokerFinding::refused(name, "not enabled, and partitions are above 1", ENABLE_PLUGIN))
+    Ok(Finding::refused(name, "not enabled, and partitions are above 1", ENABLE_PLUGIN))
 }

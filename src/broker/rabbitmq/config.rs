@@ -1,11 +1,10 @@
 //! The settings of RabbitMQ, and where the server is.
 //!
 //! Promise: no password is printed, and a URL that is invalid is refused with the reason.
-//!
-//! Not here: reading files and the environment (room `app`).
 
 use std::collections::HashMap;
 use std::fmt;
+use std::ops::Deref;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -62,18 +61,6 @@ pub struct RabbitConfig {
     pub quiet_check: Duration,
     /// Most bytes of deliveries that are not yet acknowledged (one delivery is always allowed).
     pub in_flight_bytes_max: usize,
-    /// State that clones share; it is no setting.
-    #[doc(hidden)]
-    pub remembered: Remembered,
-}
-
-/// State that clones of a configuration share.
-#[derive(Debug, Clone, Default)]
-pub struct Remembered {
-    /// The index of the server that answered last.
-    answered_last: Arc<AtomicUsize>,
-    /// The prefetch that each consumer can handle, by consumer.
-    bearable: Arc<Mutex<HashMap<String, u16>>>,
 }
 
 impl RabbitConfig {
@@ -97,14 +84,10 @@ impl RabbitConfig {
             route_retry: Duration::from_secs(1),
             quiet_check: Duration::from_secs(30),
             in_flight_bytes_max: 64 << 20,
-            remembered: Remembered::default(),
         }
     }
 
-    /// Checks what can be checked without a server.
-    ///
-    /// # Errors
-    /// [`BrokerError::Refused`] names the setting.
+    /// Checks what can be checked without a server. The error names the setting.
     pub(crate) fn validate(&self) -> Result<(), BrokerError> {
         let servers = self.servers()?;
         let refused = |what: &str| Err(BrokerError::Refused(format!("[broker.rabbitmq] {what}")));
@@ -145,53 +128,6 @@ impl RabbitConfig {
         let shown = redact(&self.url);
         let refused = |why: &str| BrokerError::Refused(format!("the URL {shown}: {why}"));
         each(&self.url).map_err(refused)?.iter().map(|url| self.server(url)).collect()
-    }
-
-    /// The prefetch to ask for instead of `prefetch`: no more than the consumer can handle. The
-    /// known limit is doubled for the next call, because its messages may be smaller then.
-    pub(super) fn bearable(&self, consumer: &str, prefetch: u16) -> u16 {
-        let mut known = self.remembered.bearable.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(bearable) = known.get_mut(consumer) else { return prefetch };
-        let asked = prefetch.min(*bearable);
-        *bearable = bearable.saturating_mul(2);
-        asked
-    }
-
-    /// Notes that a consumer can handle this prefetch and no more. Returns it.
-    pub(super) fn bear(&self, consumer: &str, prefetch: u16) -> u16 {
-        self.remembered.bearable.lock().unwrap_or_else(PoisonError::into_inner).insert(consumer.to_owned(), prefetch);
-        prefetch
-    }
-
-    /// Asks the servers one after the other, beginning with the one that answered last, until one
-    /// is not away. Each has the connect deadline. The error for a server that does not meet it
-    /// says what the server did not do: `late`.
-    pub(super) async fn ask_in_turn<T, F>(&self, late: &str, ask: impl Fn(Server) -> F) -> Result<T, BrokerError>
-    where
-        F: Future<Output = Result<T, BrokerError>>,
-    {
-        let mut servers: Vec<(usize, Server)> = self.servers()?.into_iter().enumerate().collect();
-        let answered_last = &self.remembered.answered_last;
-        let last = answered_last.load(Ordering::Relaxed).min(servers.len() - 1);
-        servers[..=last].rotate_right(1);
-        let (mut away, deadline) = (Vec::new(), self.connect_deadline);
-        for (index, server) in servers {
-            let answer = tokio::time::timeout(deadline, ask(server.clone())).await.unwrap_or_else(|_| {
-                Err(BrokerError::Unavailable(format!("RabbitMQ at {server} did not {late} within {deadline:?}")))
-            });
-            match answer {
-                Err(BrokerError::Unavailable(why)) => {
-                    away.push(why);
-                    continue;
-                }
-                Ok(_) if answered_last.swap(index, Ordering::Relaxed) != index => {
-                    tracing::info!(%server, passed_over = away.join("; "), "another node of RabbitMQ is used");
-                }
-                _ => {}
-            }
-            return answer;
-        }
-        Err(BrokerError::Unavailable(away.join("; ")))
     }
 
     /// Reads the URL of one server and checks it.
@@ -241,6 +177,76 @@ impl fmt::Debug for RabbitConfig {
             .field("partitions", &self.partitions)
             .field("pipeline_per_key", &self.pipeline_per_key)
             .finish_non_exhaustive()
+    }
+}
+
+/// The settings of a broker, with what its sessions have learned and share.
+#[derive(Debug)]
+pub(super) struct Known {
+    config: RabbitConfig,
+    /// The index of the server that answered last.
+    answered_last: AtomicUsize,
+    /// The prefetch that each consumer can handle, by consumer.
+    bearable: Mutex<HashMap<String, u16>>,
+}
+
+impl Deref for Known {
+    type Target = RabbitConfig;
+
+    fn deref(&self) -> &RabbitConfig {
+        &self.config
+    }
+}
+
+impl Known {
+    pub(super) fn new(config: RabbitConfig) -> Arc<Self> {
+        Arc::new(Self { config, answered_last: AtomicUsize::new(0), bearable: Mutex::default() })
+    }
+
+    /// The prefetch to ask for instead of `prefetch`: no more than the consumer can handle. The
+    /// known limit is doubled for the next call, because its messages may be smaller then.
+    pub(super) fn bearable(&self, consumer: &str, prefetch: u16) -> u16 {
+        let mut known = self.bearable.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(bearable) = known.get_mut(consumer) else { return prefetch };
+        let asked = prefetch.min(*bearable);
+        *bearable = bearable.saturating_mul(2);
+        asked
+    }
+
+    /// Notes that a consumer can handle this prefetch and no more. Returns it.
+    pub(super) fn bear(&self, consumer: &str, prefetch: u16) -> u16 {
+        self.bearable.lock().unwrap_or_else(PoisonError::into_inner).insert(consumer.to_owned(), prefetch);
+        prefetch
+    }
+
+    /// Asks the servers one after the other, beginning with the one that answered last, until one
+    /// is not away. Each has the connect deadline. The error for a server that does not meet it
+    /// says what the server did not do: `late`.
+    pub(super) async fn ask_in_turn<T, F>(&self, late: &str, ask: impl Fn(Server) -> F) -> Result<T, BrokerError>
+    where
+        F: Future<Output = Result<T, BrokerError>>,
+    {
+        let mut servers: Vec<(usize, Server)> = self.servers()?.into_iter().enumerate().collect();
+        let last = self.answered_last.load(Ordering::Relaxed).min(servers.len() - 1);
+        servers[..=last].rotate_right(1);
+        let (mut away, deadline) = (Vec::new(), self.connect_deadline);
+        for (index, server) in servers {
+            let answer = tokio::time::timeout(deadline, ask(server.clone())).await.unwrap_or_else(|_| {
+                Err(BrokerError::Unavailable(format!("RabbitMQ at {server} did not {late} within {deadline:?}")))
+            });
+            match answer {
+                Err(BrokerError::Unavailable(why)) => {
+                    away.push(why);
+                    continue;
+                }
+                Ok(_) if self.answered_last.swap(index, Ordering::Relaxed) != index => {
+                    tracing::info!(%server, passed_over = away.join("; "), "another node of RabbitMQ is used");
+                }
+                _ => {}
+            }
+            return answer;
+        }
+        Err(BrokerError::Unavailable(away.join("; ")))
     }
 }
 

@@ -51,7 +51,6 @@ const CAREFUL_ROWS: usize = 256;
 /// How often the task checks the connection.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
-/// Rows from the runtime, in order.
 #[derive(Debug)]
 pub(super) struct Rows {
     pub(super) rows: Vec<(u64, OutgoingMessage)>,
@@ -59,7 +58,6 @@ pub(super) struct Rows {
     pub(super) known: u64,
 }
 
-/// A publish without a confirm.
 #[derive(Debug)]
 struct InFlight {
     lane: Option<LaneId>,
@@ -237,7 +235,7 @@ impl Confirms {
     }
 
     fn publish(&mut self) {
-        if self.ending.is_some() || self.shared.lock().blocked().is_some() {
+        if self.ending.is_some() || self.shared.lock().blocked.is_some() {
             return;
         }
         // What came before the row in flight is then proven, so that the runtime knows the message
@@ -309,7 +307,7 @@ impl Confirms {
             state.settle(row.tag, row.message.weight(), Err(behind()));
         }
         if let Some(lane) = lane {
-            self.refused_keys.insert(lane, state.handovers());
+            self.refused_keys.insert(lane, state.handovers);
         }
     }
 
@@ -378,8 +376,7 @@ impl Confirms {
         }
     }
 
-    /// Handles a closed channel: ends the session, and reports what the server's reply says about
-    /// its rows.
+    /// Handles a closed channel: ends the session, and reports what the reply says about its rows.
     fn fail(&mut self, at: usize) {
         let Some(error) = &self.channels[at].error else { return };
         let (cause, reply) = (classify(error), reply(error));
@@ -419,7 +416,7 @@ impl Confirms {
             state.settle(tag, weight, Err(Refusal::Destination(why.to_owned())));
         }
         state.has_no_route(topic, why);
-        self.refused.insert(topic.to_owned(), (state.handovers(), why.to_owned()));
+        self.refused.insert(topic.to_owned(), (state.handovers, why.to_owned()));
     }
 
     fn say(&self, tag: u64, weight: usize, outcome: Result<Receipt, Refusal>) {
@@ -430,11 +427,11 @@ impl Confirms {
         match event {
             Event::ConnectionBlocked(why) => {
                 tracing::warn!(%why, "rabbitmq takes no messages for now");
-                self.shared.lock().note_blocked(Some(why));
+                self.shared.lock().blocked = Some(why);
             }
             Event::ConnectionUnblocked => {
                 tracing::info!("rabbitmq takes messages again");
-                self.shared.lock().note_blocked(None);
+                self.shared.lock().blocked = None;
             }
             // An error of a channel is handled with its confirms, which tell the affected rows, or
             // it belongs to a probe.
@@ -451,7 +448,7 @@ impl Confirms {
     /// is due, and while the server is blocked. There the client library writes nothing, so it
     /// cannot answer a close of the server, and without that answer it reports no end.
     fn look_at_the_connection(&mut self) {
-        let is_blocked = self.shared.lock().blocked().is_some();
+        let is_blocked = self.shared.lock().blocked.is_some();
         if self.ending.is_none()
             && (is_blocked || self.publishing.is_empty())
             && !self.link.connection().status().connected()

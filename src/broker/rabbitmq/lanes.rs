@@ -23,7 +23,6 @@ pub(super) struct Row {
     pub(super) message: OutgoingMessage,
 }
 
-/// All rows of a session that are not published yet.
 #[derive(Debug)]
 pub(super) struct Lanes {
     pipeline: bool,

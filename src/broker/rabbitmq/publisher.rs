@@ -3,8 +3,6 @@
 //! Guarantees: `settle` loses nothing when it is dropped, because outcomes stay in the state that
 //! the session shares with its task (`unsettled`) until they are handed over. Dropping the session
 //! cuts its connection.
-//!
-//! Not here: confirms, returns and channels (`confirms`), the order of a key (`lanes`).
 
 use std::sync::Arc;
 
@@ -12,7 +10,7 @@ use async_trait::async_trait;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use super::config::RabbitConfig;
+use super::config::Known;
 use super::confirms::{Confirms, Rows};
 use super::cuts::Cuts;
 use super::socket::Link;
@@ -22,20 +20,18 @@ use crate::broker::{Publisher, Settled, TopicState};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 
-/// One publishing session on RabbitMQ, with a connection of its own.
 pub(super) struct RabbitPublisher {
     link: Arc<Link>,
     shared: Arc<Unsettled>,
     rows: Option<mpsc::UnboundedSender<Rows>>,
     task: JoinHandle<()>,
-    config: RabbitConfig,
-    /// True once the exchange was seen in this session.
+    config: Arc<Known>,
     exchange_seen: bool,
 }
 
 impl RabbitPublisher {
     /// Opens the connection and its confirm channels, so that the first message does not wait.
-    pub(super) async fn open(config: &RabbitConfig, cuts: &Arc<Cuts>) -> Result<Self, BrokerError> {
+    pub(super) async fn open(config: &Arc<Known>, cuts: &Arc<Cuts>) -> Result<Self, BrokerError> {
         let link = Arc::new(Link::open(config, "oncebox publisher").await?);
         let shared = Arc::new(Unsettled::default());
         let (rows, receiver) = mpsc::unbounded_channel();
@@ -45,7 +41,7 @@ impl RabbitPublisher {
             shared,
             rows: Some(rows),
             task: tokio::spawn(confirms.run(receiver)),
-            config: config.clone(),
+            config: Arc::clone(config),
             exchange_seen: false,
         })
     }
@@ -88,7 +84,7 @@ impl Publisher for RabbitPublisher {
     }
 
     fn blocked(&self) -> Option<String> {
-        self.shared.lock().blocked().map(str::to_owned)
+        self.shared.lock().blocked.clone()
     }
 
     async fn close(mut self: Box<Self>) {

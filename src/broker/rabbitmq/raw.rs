@@ -8,7 +8,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::{Channel, Confirmation};
 
-use super::config::RabbitConfig;
+use super::config::{Known, RabbitConfig};
 use super::error::classify;
 use super::socket::Link;
 use super::wire;
@@ -31,7 +31,7 @@ impl RawPublisher {
     /// # Errors
     /// The same errors as the adapter's own sessions.
     pub async fn open(config: &RabbitConfig, window: usize) -> Result<Self, BrokerError> {
-        let link = Link::open(config, "oncebox bench").await?;
+        let link = Link::open(&Known::new(config.clone()), "oncebox bench").await?;
         let channel = link.channel().await?;
         link.ask("confirm.select", channel.confirm_select(ConfirmSelectOptions::default())).await?;
         Ok(Self {

@@ -46,10 +46,8 @@ pub enum Repartition {
     },
 }
 
-/// Declares everything that a subscription needs for one topic. Returns the queues in order.
-///
-/// # Errors
-/// [`BrokerError::Refused`] where queues of another number of partitions exist.
+/// Declares what a subscription needs for one topic, and returns the queues in order. Refuses where
+/// queues of another number of partitions exist.
 pub(super) async fn admit(
     subscription: &Subscription,
     topic: &str,
@@ -112,7 +110,6 @@ fn draining(queue: &str, from: usize) -> String {
     format!("{queue}.draining.{from}")
 }
 
-/// The error for a consumer of the configured number while queues of another number exist.
 fn refused(config: &RabbitConfig, queue: &str, topic: &str, other: &[String], ready: u64) -> BrokerError {
     BrokerError::Refused(format!(
         "{}, but partitions = {}: nobody would read what stands there, and later messages of the same keys would run first; {}",
@@ -128,7 +125,6 @@ pub(super) fn remedy(queue: &str, other: &[String]) -> String {
     format!("set partitions = {number} again, or change the number with `oncebox queues repartition`")
 }
 
-/// Describes the queues of another number for people.
 pub(super) fn described(queue: &str, topic: &str, other: &[String], ready: u64) -> String {
     let names: Vec<String> = other.iter().map(|queue| format!("`{queue}`")).collect();
     let (what, names) = (if names.len() == 1 { "queue" } else { "queues" }, names.join(", "));

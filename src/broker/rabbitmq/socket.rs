@@ -23,7 +23,7 @@ use lapin::{AsyncTcpStream, Channel, Connection, ConnectionProperties};
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 
-use super::config::{RabbitConfig, Server};
+use super::config::{Known, RabbitConfig, Server};
 use super::error::{Fault, connecting, within};
 use crate::error::BrokerError;
 
@@ -44,7 +44,6 @@ impl Drop for Socket {
     }
 }
 
-/// One connection to the server.
 pub(super) struct Link {
     // The first field, so that the socket is shut down before the handle below is dropped.
     socket: Socket,
@@ -55,7 +54,7 @@ pub(super) struct Link {
 
 impl Link {
     /// Connects to the first server that answers. An error contains no password.
-    pub(super) async fn open(config: &RabbitConfig, name: &str) -> Result<Self, BrokerError> {
+    pub(super) async fn open(config: &Known, name: &str) -> Result<Self, BrokerError> {
         let connect = |server: Server| async move { Self::connect(config, &server, name).await };
         config.ask_in_turn("finish the handshake", connect).await
     }
@@ -93,7 +92,6 @@ impl Link {
         Ok(Self { socket, connection, connect_deadline, close_deadline })
     }
 
-    /// Opens a new channel on this connection, within the connect deadline.
     pub(super) async fn channel(&self) -> Result<Channel, Fault> {
         self.ask("channel.open", self.connection.create_channel()).await
     }
@@ -107,7 +105,6 @@ impl Link {
         within(self.connect_deadline, what, question).await
     }
 
-    /// The client library's connection, for its events and state.
     pub(super) fn connection(&self) -> &Connection {
         &self.connection
     }
@@ -130,7 +127,6 @@ impl std::fmt::Debug for Link {
     }
 }
 
-/// Looks up the addresses of the server.
 pub(super) async fn resolve(server: &Server) -> Result<Vec<SocketAddr>, BrokerError> {
     match tokio::net::lookup_host((server.host(), server.0.authority.port)).await {
         Ok(addresses) => Ok(addresses.collect()),

@@ -26,7 +26,7 @@ use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicQosOptions, Queu
 use lapin::types::FieldTable;
 use lapin::{Channel, Consumer};
 
-use super::config::RabbitConfig;
+use super::config::Known;
 use super::error::{streaming, within};
 use super::repartition;
 use super::socket::Link;
@@ -35,7 +35,6 @@ use super::wire;
 use crate::broker::{Delivery, Event, PartitionId, Subscriber, Subscription};
 use crate::error::BrokerError;
 
-/// Most deliveries in one event.
 const DELIVERIES_MAX: usize = 500;
 /// The shortest time between two questions of `caught_up` to the server.
 const CAUGHT_UP_PAUSE: Duration = Duration::from_millis(100);
@@ -46,7 +45,6 @@ static GENERATION: AtomicU64 = AtomicU64::new(1);
 /// What the server tells about each queue; `None` where it is gone.
 type Found = Vec<Option<QueueState>>;
 
-/// One queue on its channel.
 struct Source {
     id: PartitionId,
     channel: Channel,
@@ -57,12 +55,10 @@ struct Source {
     acknowledged: u64,
     /// Unacknowledged delivery tags, with the weight of each in bytes.
     in_flight: VecDeque<(u64, usize)>,
-    /// Messages that were in the queue at the start, less those delivered; 0 once the queue was
-    /// seen empty.
+    /// Messages in the queue at the start, less those delivered; 0 once it was seen empty.
     expected: u64,
 }
 
-/// The number and bytes of unacknowledged deliveries.
 #[derive(Debug, Clone, Copy, Default)]
 struct InFlight {
     rows: usize,
@@ -71,7 +67,7 @@ struct InFlight {
 
 impl InFlight {
     /// Checks the bound of bytes. One delivery is always allowed, however large.
-    fn is_bearable(self, config: &RabbitConfig, consumer: &str, queues: usize) -> Result<(), BrokerError> {
+    fn is_bearable(self, config: &Known, consumer: &str, queues: usize) -> Result<(), BrokerError> {
         let Self { rows, bytes } = self;
         if bytes <= config.in_flight_bytes_max || rows <= 1 {
             return Ok(());
@@ -90,7 +86,7 @@ impl InFlight {
 pub(super) struct RabbitSubscriber {
     link: Arc<Link>,
     sources: Vec<Source>,
-    config: RabbitConfig,
+    config: Arc<Known>,
     consumer: String,
     in_flight: InFlight,
     assigned: bool,
@@ -110,7 +106,7 @@ pub(super) struct RabbitSubscriber {
 impl RabbitSubscriber {
     /// Declares and binds the queues, then starts consuming.
     pub(super) async fn open(
-        config: &RabbitConfig,
+        config: &Arc<Known>,
         subscription: &Subscription,
         unlimited: bool,
     ) -> Result<Self, BrokerError> {
@@ -119,7 +115,7 @@ impl RabbitSubscriber {
         let mut subscriber = Self {
             link: Arc::new(link),
             sources: Vec::new(),
-            config: config.clone(),
+            config: Arc::clone(config),
             consumer: subscription.consumer.clone(),
             in_flight: InFlight::default(),
             assigned: false,
@@ -253,10 +249,9 @@ impl RabbitSubscriber {
     /// Asks, after a long silence, whether the server is there and still knows this consumer.
     fn look_at_quiet_queues(&mut self) {
         let places = self.sources.iter().map(|source| Arc::clone(&source.id.place)).collect();
-        self.look = Some(Box::pin(ask(Arc::clone(&self.link), self.config.clone(), places)));
+        self.look = Some(Box::pin(ask(Arc::clone(&self.link), Arc::clone(&self.config), places)));
     }
 
-    /// Judges what the server told about the quiet queues.
     fn judge_quiet_queues(&mut self, found: Found) -> Result<(), BrokerError> {
         let mut stuck = None;
         for (source, found) in self.sources.iter().zip(found) {
@@ -289,7 +284,7 @@ impl Drop for RabbitSubscriber {
 }
 
 /// What the server tells about these queues, asked on a channel of its own.
-async fn ask(link: Arc<Link>, config: RabbitConfig, places: Vec<Arc<str>>) -> Result<Found, BrokerError> {
+async fn ask(link: Arc<Link>, config: Arc<Known>, places: Vec<Arc<str>>) -> Result<Found, BrokerError> {
     let mut topology = Topology::new(&link, &config);
     let mut found = Vec::with_capacity(places.len());
     for place in &places {

@@ -14,7 +14,7 @@ use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicQosOptions, Queu
 use lapin::types::{AMQPValue, FieldTable};
 use tokio::sync::Mutex;
 
-use super::config::RabbitConfig;
+use super::config::Known;
 use super::error::{streaming, within};
 use super::socket::Link;
 use super::wire;
@@ -23,10 +23,8 @@ use crate::message::Arrived;
 
 /// The server deletes a tap that is not read for this long.
 const EXPIRES_MILLIS: i32 = 60 * 60 * 1_000;
-/// Most deliveries in flight while a tap is read.
 const PREFETCH: u16 = 1_000;
 
-/// The taps of one broker object, by topic.
 #[derive(Debug, Default)]
 pub(super) struct Taps(Mutex<HashMap<String, Tap>>);
 
@@ -37,9 +35,8 @@ struct Tap {
 }
 
 impl Taps {
-    /// Opens a tap for a topic, unless it has one. A new tap gets the messages that are published
-    /// from now on.
-    pub(super) async fn open(&self, config: &RabbitConfig, topic: &str) -> Result<(), BrokerError> {
+    /// Opens a tap for a topic, unless it has one, for the messages that are published from now on.
+    pub(super) async fn open(&self, config: &Known, topic: &str) -> Result<(), BrokerError> {
         let mut taps = self.0.lock().await;
         if taps.contains_key(topic) {
             return Ok(());
@@ -65,7 +62,7 @@ impl Taps {
     }
 
     /// Returns everything that the tap got since it was opened.
-    pub(super) async fn read(&self, config: &RabbitConfig, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
+    pub(super) async fn read(&self, config: &Known, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
         let mut taps = self.0.lock().await;
         let tap = taps.get_mut(topic).ok_or_else(|| {
             BrokerError::Refused(format!(

@@ -29,15 +29,13 @@ const CONSISTENT_HASH: &str = "x-consistent-hash";
 /// The remedy where the plugin is missing.
 pub(super) const ENABLE_PLUGIN: &str = "rabbitmq-plugins enable rabbitmq_consistent_hash_exchange";
 
-/// What the server tells about a queue.
 #[derive(Debug, Clone)]
 pub(super) struct QueueState {
     pub(super) ready: u32,
     pub(super) consumers: u32,
     /// True where the delivery limit is not the one that we asked for.
     pub(super) limit_as_it_stands: bool,
-    /// The delivery limit that the queue was declared with; `None` where it has none of its own, or
-    /// the server did not tell it.
+    /// The delivery limit of the queue's own declaration; `None` where it has none or none is told.
     pub(super) limit: Option<i32>,
 }
 
@@ -50,7 +48,6 @@ pub(super) fn queues(config: &RabbitConfig, queue: &str) -> Vec<String> {
     }
 }
 
-/// The name of the hash exchange in front of several queues.
 pub(super) fn hash_exchange(queue: &str) -> String {
     format!("{queue}.hash")
 }
@@ -180,7 +177,6 @@ impl<'l> Topology<'l> {
         Ok(found)
     }
 
-    /// Deletes the queues of subscriptions, and the hash exchanges in front of them.
     pub(super) async fn remove(&mut self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
         for subscription in subscriptions {
             for topic in &subscription.topics {
@@ -252,8 +248,7 @@ impl<'l> Topology<'l> {
         self.ask_queue(name, QueueDeclareOptions::durable(), arguments).await
     }
 
-    /// What the server tells about a queue (passive declare); `None` where the queue does not
-    /// exist.
+    /// What the server tells about a queue (passive declare); `None` where it does not exist.
     pub(super) async fn queue_as_it_stands(&mut self, name: &str) -> Result<Option<QueueState>, Fault> {
         match self.ask_queue(name, QueueDeclareOptions::default().passive(), FieldTable::default()).await {
             Ok(found) => Ok(Some(found)),
@@ -350,8 +345,7 @@ fn differs_in_limit(fault: &Fault) -> bool {
     fault.code() == Some(PRECONDITION_FAILED) && inequivalent(&fault.text()) == Some(DELIVERY_LIMIT)
 }
 
-/// Reads `.. but current is the value '5' of type 'signedint'`; `None` for `.. but current is
-/// none`.
+/// Reads `.. but current is the value '5' of type 'signedint'`; `None` for `.. current is none`.
 fn current_limit(text: &str) -> Option<i32> {
     let current = text.rsplit_once("current is the value '")?.1;
     current.split('\'').next()?.parse().ok()

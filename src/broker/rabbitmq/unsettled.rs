@@ -13,7 +13,6 @@ use tokio::sync::Notify;
 use crate::broker::{Receipt, Refusal, Settled, TopicState};
 use crate::error::BrokerError;
 
-/// The state that the publisher and the task share.
 #[derive(Debug, Default)]
 pub(super) struct Unsettled {
     state: Mutex<State>,
@@ -27,15 +26,13 @@ pub(super) struct State {
     /// Outcomes that were not handed over to the runtime yet.
     outcomes: Vec<Settled>,
     /// How often outcomes were handed over. The runtime sends later rows with their knowledge.
-    handovers: u64,
+    pub(super) handovers: u64,
     /// The number of rows that were sent and have no outcome.
     outstanding: usize,
-    /// Bytes of those rows.
     held_bytes: usize,
-    /// Why the session ended.
     ended: Option<BrokerError>,
     /// Why the server accepts no messages now.
-    blocked: Option<String>,
+    pub(super) blocked: Option<String>,
     /// Topics whose last message was returned: when, and why.
     no_route: HashMap<String, (Instant, String)>,
 }
@@ -62,7 +59,6 @@ impl State {
         }
     }
 
-    /// Records the outcome of a row.
     pub(super) fn settle(&mut self, tag: u64, weight: usize, outcome: Result<Receipt, Refusal>) {
         self.outcomes.push(Settled { tag, outcome });
         self.outstanding = self.outstanding.saturating_sub(1);
@@ -82,24 +78,8 @@ impl State {
         }
     }
 
-    /// How often outcomes were handed over.
-    pub(super) fn handovers(&self) -> u64 {
-        self.handovers
-    }
-
-    /// An error where the session has ended.
     pub(super) fn ended(&self) -> Result<(), BrokerError> {
         self.ended.clone().map_or(Ok(()), Err)
-    }
-
-    /// Why the server accepts no messages now.
-    pub(super) fn blocked(&self) -> Option<&str> {
-        self.blocked.as_deref()
-    }
-
-    /// Notes that the server accepts no messages, and why; `None` where it accepts them again.
-    pub(super) fn note_blocked(&mut self, why: Option<String>) {
-        self.blocked = why;
     }
 
     /// Notes that the last message of a topic was returned.
@@ -112,8 +92,7 @@ impl State {
         self.no_route.remove(topic);
     }
 
-    /// Whether a topic can be sent to. After a message was returned the topic is not ready for this
-    /// time.
+    /// Whether a topic can be sent to: after a message was returned not before this time is over.
     pub(super) fn state_of(&mut self, topic: &str, route_retry: Duration) -> TopicState {
         if let Some((at, why)) = self.no_route.get(topic)
             && at.elapsed() < route_retry

@@ -7,16 +7,14 @@ use futures_util::io::{AsyncReadExt, AsyncWriteExt};
 use lapin::AsyncTcpStream;
 use lapin::types::{AMQPValue, parsing};
 
-use super::config::{RabbitConfig, Server};
+use super::config::{Known, RabbitConfig, Server};
 use super::socket::{connector, resolve, untrusted};
 use crate::error::BrokerError;
 
-/// Most bytes of the first frame that are read.
 const FRAME_MAX: usize = 128 * 1024;
 /// Class and method of `connection.start`; two bytes with the protocol version follow.
 const START: [u8; 4] = [0, 10, 0, 10];
 
-/// Product and version in the server's own words.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ServerVersion {
     pub(super) product: String,
@@ -38,7 +36,7 @@ impl ServerVersion {
 }
 
 /// Asks the server for its version. If a node is unreachable, the next one is asked.
-pub(super) async fn ask(config: &RabbitConfig) -> Result<ServerVersion, BrokerError> {
+pub(super) async fn ask(config: &Known) -> Result<ServerVersion, BrokerError> {
     config.ask_in_turn("greet", |server| async move { greet(config, &server).await }).await
 }
 

@@ -13,10 +13,8 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 
 use crate::message::{Arrived, Coordinates, OutgoingMessage, wire};
 
-/// The properties and headers that a message is published with.
-///
-/// # Errors
-/// Says what AMQP cannot carry: a header name, kind, source or content type longer than 255 bytes.
+/// The properties and headers that a message is published with. The error says what AMQP cannot
+/// carry: a header name, kind, source or content type longer than 255 bytes.
 pub(super) fn properties(message: &OutgoingMessage, source: &str) -> Result<BasicProperties, String> {
     let id = message.id.to_string();
     let mut headers = FieldTable::default();
@@ -57,7 +55,6 @@ pub(super) fn short(what: &str, text: &str) -> Result<ShortString, String> {
     ShortString::try_new(text).map_err(|_| format!("{what} has {} bytes, AMQP carries at most 255", text.len()))
 }
 
-/// Reads a delivery: key, payload, headers and envelope.
 pub(super) fn arrived(delivery: Delivery, queue: &str) -> Arrived {
     let properties = delivery.properties;
     let headers: Vec<(String, Vec<u8>)> = properties

@@ -6,7 +6,6 @@ use tokio::time::Instant;
 
 use crate::error::StoreError;
 
-/// How a session ended.
 #[derive(Debug)]
 pub(super) enum End {
     Stopped,
@@ -31,7 +30,6 @@ pub(super) enum Doubt {
     Lost { row: Option<i64>, why: String },
 }
 
-/// A row that the broker refused.
 #[derive(Debug)]
 pub(super) struct Refused {
     pub(super) position: i64,
@@ -47,7 +45,6 @@ impl Refused {
     }
 }
 
-/// What a refusal is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Of {
     /// The destination. The row is diverted; rows of its key in the client may be refused too.

@@ -9,6 +9,7 @@
 mod bounds;
 mod release;
 mod sending;
+mod silence;
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
@@ -29,6 +30,7 @@ use crate::outbox::rules::diversion::Diversion as DivertedRows;
 use crate::time::lease::Lease;
 use release::Release;
 use sending::renewing;
+use silence::LOOK_EVERY;
 
 /// State of one relay session: its lease, its publisher, and the rows between them.
 pub(super) struct Pump<'a> {
@@ -87,15 +89,6 @@ pub(super) struct Pump<'a> {
 /// other shards.
 const QUIET_CHECKPOINT: Duration = Duration::from_millis(800);
 const TIDY: Duration = Duration::from_secs(5);
-/// One turn of the loop counts for at most so much time on the clock.
-const TURN_MAX: Duration = Duration::from_millis(250);
-/// How long a topic may keep other rows waiting while it neither takes nor refuses, if rows that
-/// were sent later are settled.
-const KEPT_WAITING_MAX: Duration = Duration::from_secs(1);
-/// The same limit where no later row was settled, so that the whole broker may be slow.
-const SILENT_MAX: Duration = Duration::from_secs(5);
-/// How often the session checks for silence.
-const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// The part of a stop's grace that is kept for the last mark.
 const MARK_KEPT: Duration = Duration::from_secs(2);
 /// A longer step is shown in the health: the database or the broker's client does not answer.
@@ -213,14 +206,6 @@ impl<'a> Pump<'a> {
             if !moved {
                 self.wait(stop).await?;
             }
-        }
-    }
-
-    fn turn(&mut self) {
-        let now = Instant::now();
-        let turn = now.saturating_duration_since(std::mem::replace(&mut self.turned_at, now));
-        if self.publisher.blocked().is_none() {
-            self.clock += turn.min(TURN_MAX);
         }
     }
 
@@ -490,8 +475,7 @@ impl<'a> Pump<'a> {
         self.silence()
     }
 
-    /// The doubt after the broker's session was lost: by rows refused before, or for no known
-    /// cause.
+    /// The doubt after the broker's session was lost: by rows refused before, or by nothing known.
     fn broken(&mut self, error: &BrokerError) -> Doubt {
         match self.ending.take() {
             Some(mut ending) => ending.doubt(),
@@ -524,54 +508,10 @@ impl<'a> Pump<'a> {
         self.heard(outcome.unwrap_or(Ok(())))
     }
 
-    /// Checks whether topics, or the broker, stay silent while messages are in flight.
-    fn silence(&mut self) -> Result<(), Doubt> {
-        if let Some(why) = self.publisher.blocked() {
-            // No failure: the broker says that it takes nothing for now.
-            if self.window.in_flight() > 0 {
-                self.shown_waiting = true;
-                let why = format!("the broker is blocked: {why}");
-                self.relay.health.set(&self.relay.part, PartState::Waiting(why));
-            }
-            return Ok(());
-        }
-        let is_time = self.clock >= self.looked_at + LOOK_EVERY;
-        if !is_time || self.window.oldest(self.clock).is_none_or(|oldest| oldest < KEPT_WAITING_MAX) {
-            return Ok(());
-        }
-        self.looked_at = self.clock;
-        let silent = self.silent_topics();
-        let Some(longest) = silent.iter().map(|(_, silence)| *silence).max() else { return Ok(()) };
-        let overtaken = self.window.is_overtaken();
-        // If two topics are silent, one may wait for the other in the broker's client.
-        let keeps_others = !self.has_room() || silent.len() > 1;
-        let limit = match (keeps_others, overtaken || self.alone.is_some()) {
-            (false, _) => self.relay.options.publish_stall,
-            (true, true) => KEPT_WAITING_MAX.min(self.relay.options.publish_stall),
-            (true, false) => SILENT_MAX.min(self.relay.options.publish_stall),
-        };
-        if longest < limit {
-            return Ok(());
-        }
-        // Topics silent for less than half of the longest time began to wait for others.
-        let began = |silence: Duration| silence >= limit.max(longest / 2);
-        let topics: Vec<String> = silent.into_iter().filter(|one| began(one.1)).map(|one| one.0).collect();
-        let limit = humantime::format_duration(limit);
-        let why = format!("the broker has neither taken nor refused messages of {} for {limit}", named(&topics));
-        Err(Doubt::Silent { topics, overtaken, why })
-    }
-
-    /// Topics whose oldest row in flight has waited for `KEPT_WAITING_MAX`, with that time.
-    fn silent_topics(&self) -> Vec<(String, Duration)> {
-        let mut silent = self.window.silence(self.clock, self.goes_in_turn());
-        silent.retain(|(_, silence)| *silence >= KEPT_WAITING_MAX);
-        silent
-    }
-
     /// Waits for the first of: an outcome, the answer of a trial, a hint that a row was enqueued,
     /// the next poll, the stop.
     async fn wait(&mut self, stop: &CancellationToken) -> Result<(), Doubt> {
-        let mut until = Instant::now() + TURN_MAX.min(Duration::from_millis(200));
+        let mut until = Instant::now() + LOOK_EVERY;
         if self.has_room() && !self.release.pauses_reading() && self.full().is_none() {
             until = until.min(self.read_at);
         }
@@ -637,14 +577,5 @@ async fn shown<T>(relay: &Relay, step: impl Future<Output = T>) -> (T, bool) {
                 relay.health.set(&relay.part, PartState::Waiting(why));
             }
         }
-    }
-}
-
-/// Names the first topic, and how many more there are.
-fn named(topics: &[String]) -> String {
-    match topics {
-        [] => "any topic".to_owned(),
-        [topic] => format!("topic `{topic}`"),
-        [topic, ..] => format!("topic `{topic}` and {} more", topics.len() - 1),
     }
 }

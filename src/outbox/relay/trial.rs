@@ -27,8 +27,7 @@ use crate::time::retry::pause;
 const PAUSE_MAX: Duration = Duration::from_secs(30);
 /// How long a trial may last. It is long enough for a broker that is slow for all topics.
 const TRIAL_MAX: Duration = Duration::from_secs(10);
-/// After so many failed trials of every blocked topic, while no topic takes messages, the relay is
-/// not ready.
+/// After so many failed trials of every topic, while none takes messages, the relay is not ready.
 const TRIES_SHOWN: u32 = 2;
 /// How many topics a session creates itself. If more are missing, their rows are held and the
 /// trials create the topics: a Kafka broker that has just created hundreds takes messages late, and
@@ -53,7 +52,6 @@ struct Pause {
     silent: u32,
     /// Trials in a row whose session was lost while this row was alone in it.
     lost: u32,
-    /// What the last trial said.
     reason: String,
 }
 
@@ -63,7 +61,6 @@ impl Pauses {
         self.0.entry(topic.to_owned()).or_insert_with(none)
     }
 
-    /// Notes a failed trial.
     fn failed(&mut self, topic: &str, reason: &str, was_silent: bool, every: Duration) {
         let known = self.of(topic);
         reason.clone_into(&mut known.reason);
@@ -109,7 +106,6 @@ impl Pauses {
     }
 }
 
-/// The result of a trial.
 #[derive(Debug)]
 pub(super) enum TrialResult {
     /// These topics exist. [`Trials::give`] must be called with their first rows.
@@ -123,7 +119,6 @@ pub(super) enum TrialResult {
     Blocked { topic: String, reason: String },
 }
 
-/// The trials of one session.
 #[derive(Debug)]
 pub(super) struct Trials {
     /// The lane for topics that answer, and the lane for topics that were silent last time.
@@ -175,12 +170,7 @@ enum Order {
 #[derive(Debug)]
 enum Answer {
     There(Vec<String>),
-    Said {
-        topic: String,
-        position: Option<i64>,
-        said: Said,
-    },
-    /// The current round has ended.
+    Said { topic: String, position: Option<i64>, said: Said },
     Over,
 }
 
@@ -255,8 +245,7 @@ impl Trials {
         }
     }
 
-    /// Gives a lane the first rows of topics that exist; a topic without a row is tried another
-    /// time.
+    /// Gives a lane the first rows of topics that exist; one without a row is tried another time.
     pub(super) fn give(&mut self, lane: usize, rows: Vec<(i64, OutgoingMessage)>) {
         let _ = self.lanes[lane].orders.send(Order::Send(rows));
     }
@@ -326,7 +315,6 @@ impl Trials {
 
 type Answers = mpsc::UnboundedSender<(usize, Answer)>;
 
-/// The task of one lane.
 struct Trier {
     broker: Arc<dyn Broker>,
     declare: bool,
@@ -499,7 +487,6 @@ pub(super) async fn see(
     Ok(states.into_iter().map(with_reason).collect())
 }
 
-/// Why a topic was not created.
 fn not_made(error: BrokerError) -> String {
     match error {
         BrokerError::Refused(why) | BrokerError::Destination(why) => why,
@@ -536,7 +523,6 @@ async fn make_each(
     Ok(states.map(with_reason).collect())
 }
 
-/// The topics that are not ready.
 fn missing(topics: &[String], states: &[TopicState]) -> Vec<String> {
     let all = topics.iter().zip(states);
     all.filter(|(_, state)| **state != TopicState::Ready).map(|(topic, _)| topic.clone()).collect()

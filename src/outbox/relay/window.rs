@@ -23,8 +23,7 @@ struct Batch {
     rows: usize,
     /// Rows that are neither proven nor diverted.
     left: usize,
-    /// What its mark writes. `through` is the store's number of the batch; `None` for released
-    /// rows.
+    /// What its mark writes. `through`: the store's number of the batch; `None` for released rows.
     mark: Mark,
 }
 
@@ -47,7 +46,6 @@ pub(super) struct Unsent {
     pub(super) alone: bool,
 }
 
-/// A row that was sent.
 #[derive(Debug, Clone)]
 pub(super) struct Sent {
     pub(super) position: i64,
@@ -57,7 +55,6 @@ pub(super) struct Sent {
     weight: usize,
     /// When it was sent, by the session's own clock.
     at: Duration,
-    /// True where the row came from the dead and held table.
     pub(super) is_release: bool,
     settled: bool,
     proven: bool,
@@ -151,12 +148,10 @@ impl Window {
         self.sent.get(index).filter(|sent| !sent.settled)
     }
 
-    /// The name of the topic of a row.
     pub(super) fn topic(&self, sent: &Sent) -> &str {
         self.topics.name(sent.topic)
     }
 
-    /// Notes that the broker has proven a row.
     pub(super) fn prove(&mut self, tag: u64) {
         let Some((number, position, is_release)) = self.leave_flight(tag, true) else { return };
         self.row_done(number, |mark| {
@@ -166,8 +161,7 @@ impl Window {
         });
     }
 
-    /// Takes a refused row out of flight. The caller then decides on it with `divert`, `change` or
-    /// `leave`.
+    /// Takes a refused row out of flight, on which `divert`, `change` or `leave` then decides.
     pub(super) fn refuse(&mut self, tag: u64) -> Option<Sent> {
         let sent = self.get(tag)?.clone();
         self.leave_flight(tag, false)?;
@@ -266,7 +260,6 @@ impl Window {
         self.span
     }
 
-    /// The bytes of rows that are sent and not settled.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }

@@ -160,12 +160,10 @@ impl Diversion {
         }
     }
 
-    /// Whether a row is on its way back.
     pub(crate) fn is_on_way(&self, position: i64) -> bool {
         self.on_way.contains(&position)
     }
 
-    /// How many rows are on their way back.
     pub(crate) fn on_way(&self) -> usize {
         self.on_way.len()
     }
@@ -205,7 +203,6 @@ impl Diversion {
         })
     }
 
-    /// The row at this position; `None` where it is not diverted.
     pub(crate) fn get(&self, position: i64) -> Option<&DivertedRow> {
         self.rows.get(&position)
     }
@@ -236,12 +233,10 @@ impl Diversion {
         self.rows.values()
     }
 
-    /// The number of diverted rows.
     pub(crate) fn len(&self) -> usize {
         self.rows.len()
     }
 
-    /// Whether nothing is diverted.
     pub(crate) fn is_empty(&self) -> bool {
         self.rows.is_empty()
     }

@@ -12,8 +12,9 @@ use sqlx::MySql;
 
 use super::without_transactions;
 use crate::error::StoreError;
+use crate::observe::Finding;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::schema::{Finding, LOST_AT_FAILOVER};
+use crate::store::schema::LOST_AT_FAILOVER;
 
 /// A packet must hold the largest message twice, because it is sent as base64 with its envelope.
 const PACKET_BYTES_MIN: u64 = 4 * 1024 * 1024;
@@ -344,7 +345,7 @@ async fn purge_lag(connection: &mut Bounded<MySql>) -> Option<Finding> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::schema::Severity;
+    use crate::observe::Severity;
 
     fn variables(pairs: &[(&str, &str)]) -> Variables {
         Variables(pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect())

@@ -14,8 +14,9 @@ use sqlx::{AssertSqlSafe, Executor, MySql};
 use super::check::{self, Routines};
 use super::{MySqlStore, number};
 use crate::error::StoreError;
+use crate::observe::Finding;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Schema, SchemaState};
+use crate::store::schema::{AppliedMigration, History, MigrationText, Schema, SchemaState};
 
 const MIGRATIONS: &[MigrationText] = &[
     MigrationText::breaking(1, "tables", include_str!("../../../migrations/mysql/0001_tables.sql")),

@@ -8,8 +8,9 @@ use sqlx::Postgres;
 
 use super::PostgresStore;
 use crate::error::StoreError;
+use crate::observe::Finding;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::schema::{Finding, LOST_AT_FAILOVER};
+use crate::store::schema::LOST_AT_FAILOVER;
 
 pub(super) async fn findings(store: &PostgresStore) -> Result<Vec<Finding>, StoreError> {
     let mut connection = store.pool.dedicated().await?;
@@ -360,7 +361,7 @@ async fn ownership(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreE
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::schema::Severity;
+    use crate::observe::Severity;
 
     #[test]
     fn asynchronous_standbys_are_told_with_what_a_failover_costs() {

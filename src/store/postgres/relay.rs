@@ -325,7 +325,7 @@ impl RelaySession for PostgresSession {
     }
 
     async fn open_gaps(&mut self) -> Result<Option<OpenGaps>, StoreError> {
-        let (open, max) = (self.cursor.open_gaps(), self.cursor.open_gaps_max());
+        let (open, max) = (self.cursor.open_gaps(), RANGES_MAX);
         if open < max / 2 {
             return Ok(None);
         }

@@ -9,8 +9,9 @@ use sqlx::{AssertSqlSafe, Postgres};
 
 use super::{PostgresStore, code};
 use crate::error::StoreError;
+use crate::observe::Finding;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Schema, SchemaState, checksum};
+use crate::store::schema::{AppliedMigration, History, MigrationText, Schema, SchemaState, checksum};
 use crate::text::hex::hex;
 
 const MIGRATIONS: [MigrationText; 4] = [

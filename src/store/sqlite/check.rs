@@ -6,8 +6,9 @@ use sqlx::{query_as, query_scalar};
 
 use super::connect::SqliteStore;
 use crate::error::StoreError;
+use crate::observe::Finding;
 use crate::store::base::Base;
-use crate::store::schema::{Finding, Schema};
+use crate::store::schema::Schema;
 
 /// The triggers that apply the limits.
 const TRIGGERS: [&str; 4] =

@@ -9,8 +9,9 @@ use sqlx::{AssertSqlSafe, Executor, query_as, query_scalar};
 use super::connect::SqliteStore;
 use super::now_ms;
 use crate::error::StoreError;
+use crate::observe::Finding;
 use crate::store::base::Base;
-use crate::store::schema::{AppliedMigration, Finding, History, MigrationText, Schema, SchemaState, checksum};
+use crate::store::schema::{AppliedMigration, History, MigrationText, Schema, SchemaState, checksum};
 use crate::text::hex::hex;
 
 const MIGRATIONS: &[MigrationText] = &[

@@ -14,9 +14,7 @@ use uuid::Uuid;
 use super::usage::cpu_time;
 use oncebox::adapter::Position;
 use oncebox::app::AnyBroker;
-use oncebox::broker::{
-    Begun, Broker, BrokerFinding, Event, PartitionId, Publisher, Settled, Subscriber, Subscription, TopicState,
-};
+use oncebox::broker::{Begun, Broker, Event, PartitionId, Publisher, Settled, Subscriber, Subscription, TopicState};
 use oncebox::error::BrokerError;
 use oncebox::message::{Arrived, OutgoingMessage};
 
@@ -112,10 +110,6 @@ impl Broker for Watched {
 
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {
         self.broker.declare(topics).await
-    }
-
-    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<BrokerFinding>, BrokerError> {
-        self.broker.check(subscriptions).await
     }
 
     async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {

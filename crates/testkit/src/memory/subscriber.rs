@@ -121,7 +121,7 @@ impl MemorySubscriber {
             kept
         });
         if !lost.is_empty() {
-            return Ok((Some(Event::Revoked { sources: lost, lost: true, done: RevokeGuard::idle() }), changed));
+            return Ok((Some(Event::Revoked { sources: lost, lost: true, done: RevokeGuard::pair().0 }), changed));
         }
 
         let through: Vec<Place> = self

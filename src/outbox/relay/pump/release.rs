@@ -47,7 +47,6 @@ pub(super) struct Release {
     redriven: HashSet<i64>,
     /// How many rows may be under release at once.
     width: usize,
-    /// Since when reading is paused.
     pause: Option<Instant>,
     pause_from: Instant,
     /// True where a row was sent alone and there was no read since.
@@ -55,8 +54,7 @@ pub(super) struct Release {
     /// True where something changed: look for rows to release.
     look: bool,
     requests_at: Instant,
-    /// For each blocked topic: the position of one of its held rows, and the reason that this row
-    /// gives.
+    /// For each blocked topic: the position of one of its held rows, and the reason of this row.
     reasons: HashMap<String, (i64, String)>,
 }
 
@@ -170,7 +168,6 @@ fn first_of_each<'a>(rows: impl Iterator<Item = &'a DivertedRow>, topics: usize)
 }
 
 impl Pump<'_> {
-    /// Loads the dead and held rows.
     pub(super) async fn load(&mut self) -> Result<(), Doubt> {
         let limit = self.relay.options.held_rows_max.saturating_add(1);
         let rows = self.session.diverted(limit).await?;

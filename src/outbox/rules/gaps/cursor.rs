@@ -85,14 +85,8 @@ impl GapCursor {
         self.ranges_max.saturating_sub(self.open.len())
     }
 
-    /// How many ranges of gaps are open.
     pub(crate) fn open_gaps(&self) -> usize {
         self.open.len()
-    }
-
-    /// The maximum number of ranges of open gaps.
-    pub(crate) fn open_gaps_max(&self) -> usize {
-        self.ranges_max
     }
 
     /// The LIMIT for the next read when `rows` are wanted: 1 to [`room`](Self::room).

@@ -5,8 +5,6 @@
 //!
 //! * A range is never joined with another, so a fence holds for exactly its own positions.
 //! * A row taken out of a range splits it; both parts keep the fence.
-//!
-//! Not here: what is persisted of them ([`GapSet`]), and the order of steps (`cursor`).
 
 use std::collections::BTreeMap;
 

@@ -3,8 +3,6 @@
 //!
 //! Guarantee: these are plain values. Only the cursor can make a [`CheckpointTicket`], because the
 //! ticket records the moment at which it was made.
-//!
-//! Not here: rows and payloads, which the cursor never sees.
 
 use super::{GapSet, Range};
 
@@ -19,7 +17,6 @@ pub(crate) struct ReadPlan {
     pub tail_from: Option<i64>,
 }
 
-/// What a read changed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ReadOutcome {
     /// The number of the batch that the rows of this read belong to, counted from 1 in each

@@ -6,8 +6,6 @@
 //! * Ranges are ascending, disjoint, never empty and never adjacent, so equal sets are equal
 //!   values.
 //! * The text form is that of PostgreSQL's `int8multirange`, in both directions.
-//!
-//! Not here: fences and ages of gaps, which live in memory only (`gaps::open`).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -23,12 +21,10 @@ pub(crate) struct Range {
 }
 
 impl Range {
-    /// The range that holds one position.
     pub(crate) fn one(position: i64) -> Self {
         Self { from: position, to: position.saturating_add(1) }
     }
 
-    /// Whether it holds no position at all.
     pub(crate) fn is_empty(self) -> bool {
         self.from >= self.to
     }
@@ -42,7 +38,6 @@ pub(crate) struct GapSet {
 }
 
 impl GapSet {
-    /// A set that holds no position.
     pub(crate) fn new() -> Self {
         Self::default()
     }
@@ -67,12 +62,10 @@ impl GapSet {
         self.ranges.insert(from, to);
     }
 
-    /// Adds one position to the set.
     pub(crate) fn insert(&mut self, position: i64) {
         self.insert_range(Range::one(position));
     }
 
-    /// The ranges of the set, in ascending order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = Range> + '_ {
         self.ranges.iter().map(|(&from, &to)| Range { from, to })
     }
@@ -116,16 +109,11 @@ impl fmt::Display for GapSet {
     }
 }
 
-/// The text is not a multirange of positions as PostgreSQL prints it.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("not a multirange of positions: `{0}`")]
-pub(crate) struct ParseGapsError(String);
-
 impl FromStr for GapSet {
-    type Err = ParseGapsError;
+    type Err = String;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        parse(text).ok_or_else(|| ParseGapsError(text.to_owned()))
+        parse(text).ok_or_else(|| format!("not a multirange of positions: `{text}`"))
     }
 }
 

@@ -65,7 +65,6 @@ impl UnmarkedReads {
         self.batches.iter().filter(move |batch| batch.number > number).flat_map(|batch| batch.gap_rows.iter())
     }
 
-    /// Drops all batches up to this one.
     pub(super) fn drop_through(&mut self, number: u64) {
         while self.batches.front().is_some_and(|batch| batch.number <= number) {
             self.batches.pop_front();

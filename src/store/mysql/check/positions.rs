@@ -4,8 +4,8 @@
 use sqlx::{MySql, Row};
 
 use crate::error::StoreError;
+use crate::observe::Finding;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::schema::Finding;
 
 const NAME: &str = "sequence behind cursor";
 

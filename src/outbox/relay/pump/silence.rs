@@ -1,0 +1,83 @@
+//! The silence of topics, or of the whole broker: rows that are neither taken nor refused.
+//!
+//! Promise: time in which this loop did not run, or the broker was blocked, is no silence.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::Pump;
+use crate::observe::PartState;
+use crate::outbox::relay::ending::Doubt;
+
+/// One turn of the loop counts for at most so much time on the clock.
+const TURN_MAX: Duration = Duration::from_millis(250);
+/// How long a topic may keep other rows waiting while it neither takes nor refuses, if rows that
+/// were sent later are settled.
+const KEPT_WAITING_MAX: Duration = Duration::from_secs(1);
+/// The same limit where no later row was settled, so that the whole broker may be slow.
+const SILENT_MAX: Duration = Duration::from_secs(5);
+/// How often the session checks for silence.
+pub(super) const LOOK_EVERY: Duration = Duration::from_millis(200);
+
+impl Pump<'_> {
+    pub(super) fn turn(&mut self) {
+        let now = Instant::now();
+        let turn = now.saturating_duration_since(std::mem::replace(&mut self.turned_at, now));
+        if self.publisher.blocked().is_none() {
+            self.clock += turn.min(TURN_MAX);
+        }
+    }
+
+    /// Checks whether topics, or the broker, stay silent while messages are in flight.
+    pub(super) fn silence(&mut self) -> Result<(), Doubt> {
+        if let Some(why) = self.publisher.blocked() {
+            // No failure: the broker says that it takes nothing for now.
+            if self.window.in_flight() > 0 {
+                self.shown_waiting = true;
+                let why = format!("the broker is blocked: {why}");
+                self.relay.health.set(&self.relay.part, PartState::Waiting(why));
+            }
+            return Ok(());
+        }
+        let is_time = self.clock >= self.looked_at + LOOK_EVERY;
+        if !is_time || self.window.oldest(self.clock).is_none_or(|oldest| oldest < KEPT_WAITING_MAX) {
+            return Ok(());
+        }
+        self.looked_at = self.clock;
+        let silent = self.silent_topics();
+        let Some(longest) = silent.iter().map(|(_, silence)| *silence).max() else { return Ok(()) };
+        let overtaken = self.window.is_overtaken();
+        // If two topics are silent, one may wait for the other in the broker's client.
+        let keeps_others = !self.has_room() || silent.len() > 1;
+        let limit = match (keeps_others, overtaken || self.alone.is_some()) {
+            (false, _) => self.relay.options.publish_stall,
+            (true, true) => KEPT_WAITING_MAX.min(self.relay.options.publish_stall),
+            (true, false) => SILENT_MAX.min(self.relay.options.publish_stall),
+        };
+        if longest < limit {
+            return Ok(());
+        }
+        // Topics silent for less than half of the longest time began to wait for others.
+        let began = |silence: Duration| silence >= limit.max(longest / 2);
+        let topics: Vec<String> = silent.into_iter().filter(|one| began(one.1)).map(|one| one.0).collect();
+        let limit = humantime::format_duration(limit);
+        let why = format!("the broker has neither taken nor refused messages of {} for {limit}", named(&topics));
+        Err(Doubt::Silent { topics, overtaken, why })
+    }
+
+    /// Topics whose oldest row in flight has waited for `KEPT_WAITING_MAX`, with that time.
+    pub(super) fn silent_topics(&self) -> Vec<(String, Duration)> {
+        let mut silent = self.window.silence(self.clock, self.goes_in_turn());
+        silent.retain(|(_, silence)| *silence >= KEPT_WAITING_MAX);
+        silent
+    }
+}
+
+fn named(topics: &[String]) -> String {
+    match topics {
+        [] => "any topic".to_owned(),
+        [topic] => format!("topic `{topic}`"),
+        [topic, ..] => format!("topic `{topic}` and {} more", topics.len() - 1),
+    }
+}
