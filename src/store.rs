@@ -63,7 +63,7 @@ pub use crate::{
         Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow,
         ReadBatch, RelaySession, RequestedAct,
     },
-    store::statements::{Dialect, Piece, SetError, SqlValue, Statements, split as split_named},
+    store::statements::{Dialect, SetError, SqlValue, Statements},
 };
 #[cfg(feature = "operations")]
 pub use crate::{

@@ -13,7 +13,7 @@ use crate::error::{HandlerError, StoreError};
 use crate::inbox::handler::{BatchMessageHandler, HandlerTx, MessageHandler};
 use crate::message::{Message, pointer};
 use crate::store::Store;
-use crate::store::statements::{Piece, SetError, SqlValue, Statements, ends_transaction, split as split_named};
+use crate::store::statements::{SetError, SqlValue, Statements, ends_transaction, names, split};
 
 /// The most bytes of values in one call of the database, if each is as long as its payload. They
 /// are held several times at once, here and on the server, and a server limits what it takes at
@@ -161,16 +161,14 @@ impl<S: Statements> SqlHandler<S> {
             if let Some(words) = ends_transaction(statement, S::dialect()) {
                 return Err(SqlSpecError::EndsTransaction { statement: statement.clone(), words });
             }
-            let pieces = split_named(statement, S::dialect());
-            for piece in &pieces {
-                let Piece::Param(name) = piece else { continue };
+            for name in names(&split(statement, S::dialect())) {
                 occurrences += 1;
                 unused.remove(name);
                 if !spec.params.contains_key(name) {
                     return Err(SqlSpecError::Undeclared { name: name.clone(), statement: statement.clone() });
                 }
             }
-            let prepared = store.prepare(&pieces).await;
+            let prepared = store.prepare(statement).await;
             statements.push(prepared.map_err(|error| SqlSpecError::Refused { statement: statement.clone(), error })?);
         }
         if let Some(name) = unused.first() {
