@@ -43,7 +43,7 @@ pub mod sqlite;
 
 pub use self::{
     base::{Base, StoreOptions},
-    schema::{AppliedMigration, Finding, MigrationText, Schema, SchemaState, Severity},
+    schema::{AppliedMigration, Finding, Schema, SchemaState, Severity},
 };
 pub use crate::outbox::enqueue::{Enqueue, NewEmail, commit, enqueue, enqueue_all};
 pub use crate::outbox::hint::hint;
