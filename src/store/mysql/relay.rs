@@ -28,7 +28,7 @@ use sqlx::mysql::{MySqlArguments, MySqlRow};
 use sqlx::query::Query;
 use sqlx::{Either, MySql, Row};
 
-use super::{HISTORY_MAX, MySqlStore, START, is_duplicate, micros, number_list, text};
+use super::{MySqlStore, START, is_duplicate, number_list, text};
 use crate::error::StoreError;
 use crate::message::{OutgoingMessage, TraceContext};
 use crate::operator::kept_error;
@@ -40,7 +40,7 @@ use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::headers::parse_headers;
 use crate::store::sql::{Session, outbox};
 use crate::text::hex::hex;
-use crate::time::db_time::DbTime;
+use crate::time::db_time::{DbTime, micros_of};
 use crate::time::lease::{Fence, Lease};
 
 /// Most positions in one statement: their list is shorter than 16 KiB. With TLS a longer one goes
@@ -108,7 +108,7 @@ impl Outbox for MySqlStore {
         .bind(fence.epoch)
         .bind(fence.revision)
         .bind(&request.owner)
-        .bind(micros(request.length))
+        .bind(micros_of(request.length))
         .bind(request.length.as_secs_f64())
         .bind(request.shard)
         .run(&mut transaction)
@@ -175,7 +175,7 @@ impl RelaySession for MySqlSession {
              where shard_id = 0 and epoch = ? and revision = ?",
         )
         .bind(self.fence.revision + 1)
-        .bind(micros(self.length))
+        .bind(micros_of(self.length))
         .bind(proven.iter().copied().max().unwrap_or(0))
         .bind(mark.through.is_some())
         .bind(self.fence.epoch)
@@ -412,7 +412,7 @@ update json_table(?, '$[*]' columns (position bigint path '$.p', state varchar(1
                                      reason longtext path '$.r', holds int path '$.h')) j \
   straight_join oncebox_outbox_dead d force index (primary) on d.position = j.position \
    set d.history = if(j.reason is null, d.history, json_array_append( \
-         if(json_length(d.history) >= ?, json_remove(d.history, '$[0]'), d.history), '$', json_object( \
+         if(json_length(d.history) >= 50, json_remove(d.history, '$[0]'), d.history), '$', json_object( \
            'at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', d.attempts + 1, \
            'error', convert(unhex(j.reason) using utf8mb4)))), \
        d.attempts = d.attempts + 1, d.state = j.state, d.cause = j.cause, d.reason = convert(unhex(j.reason) using utf8mb4), \
@@ -441,7 +441,7 @@ async fn divert(connection: &mut Bounded<MySql>, diverted: &[(i64, Diversion)]) 
 
 async fn change(connection: &mut Bounded<MySql>, changed: &[(i64, Diversion)]) -> Result<(), StoreError> {
     if !changed.is_empty() {
-        sqlx::query(CHANGE).bind(diversion_list(changed)).bind(HISTORY_MAX).run(connection).await?;
+        sqlx::query(CHANGE).bind(diversion_list(changed)).run(connection).await?;
     }
     Ok(())
 }

@@ -7,7 +7,6 @@ use sqlx::pool::PoolConnection;
 use sqlx::query::Query;
 use sqlx::sqlite::{SqliteArguments, SqliteConnection, SqliteRow};
 use sqlx::{Sqlite, query};
-use uuid::Uuid;
 
 use super::connect::SqliteStore;
 use super::message::{arrived_from_json, arrived_to_json};
@@ -36,16 +35,9 @@ impl Row for SqliteRow {
         Ok(sqlx::Row::try_get(self, at)?)
     }
 
-    fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError> {
-        let row: &dyn Row = self;
-        let id = |bytes: Vec<u8>| Uuid::from_slice(&bytes).map_err(|error| row.wrong(at, error));
-        self.get_bytes(at)?.map(id).transpose()
-    }
-
     fn get_time(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
-        let row: &dyn Row = self;
         let time = |millis| {
-            DateTime::from_timestamp_millis(millis).ok_or_else(|| row.wrong(at, format!("{millis} is no time")))
+            DateTime::from_timestamp_millis(millis).ok_or_else(|| self.wrong(at, &format!("{millis} is no time")))
         };
         self.get_int(at)?.map(time).transpose()
     }
