@@ -79,6 +79,8 @@ use uuid::Uuid;
 pub(in crate::store) use self::row::{Column, Row, boxed};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+use crate::store::bounded::{Bounded, Remote};
 use crate::store::statements::Dialect;
 #[cfg(any(feature = "mysql", feature = "sqlite"))]
 use crate::text::hex::hex;
@@ -309,6 +311,9 @@ fn write(statement: &Statement, dialect: Dialect) -> (String, Vec<&'static str>)
     (writing.text, writing.names)
 }
 
+/// The word of each [`Dialect`] for what only that database reads.
+const DATABASES: [&str; 3] = ["pg", "my", "lite"];
+
 struct Writing<'a> {
     dialect: Dialect,
     values: &'a [(&'static str, Value)],
@@ -352,12 +357,10 @@ impl Writing<'_> {
 
     /// Writes what a word in braces becomes.
     fn word(&mut self, word: &'static str) {
-        if let Some((of, inside)) = word.split_once(':').filter(|(of, _)| of.split(' ').all(is_a_database)) {
-            let own = match self.dialect {
-                Dialect::Postgres => "pg",
-                Dialect::MySql => "my",
-                Dialect::Sqlite => "lite",
-            };
+        if let Some((of, inside)) =
+            word.split_once(':').filter(|(of, _)| of.split(' ').all(|of| DATABASES.contains(&of)))
+        {
+            let own = DATABASES[self.dialect as usize];
             if of.split(' ').any(|of| of == own) {
                 self.write(inside.trim_start());
             }
@@ -430,10 +433,6 @@ fn is_given(values: &[(&'static str, Value)], name: &str) -> bool {
     values.iter().any(|(bound, value)| *bound == name && value.is_given())
 }
 
-fn is_a_database(word: &str) -> bool {
-    matches!(word, "pg" | "my" | "lite")
-}
-
 fn begins_name(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_lowercase())
 }
@@ -503,6 +502,24 @@ pub(in crate::store) trait Transaction: Send {
 
     /// Rolls back, and returns the connection to the pool.
     fn rollback(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>>;
+}
+
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+impl<Db: Remote> Transaction for Bounded<Db>
+where
+    Self: Session,
+{
+    fn session(&mut self) -> &mut dyn Session {
+        self
+    }
+
+    fn commit(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
+        Box::pin(async move { Self::commit(&mut self).await })
+    }
+
+    fn rollback(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
+        Box::pin(async move { Ok(Self::rollback(&mut self).await?) })
+    }
 }
 
 /// A database that these texts run on.

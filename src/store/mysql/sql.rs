@@ -93,20 +93,6 @@ impl Session for sqlx::MySqlConnection {
     }
 }
 
-impl Transaction for Bounded<MySql> {
-    fn session(&mut self) -> &mut dyn Session {
-        self
-    }
-
-    fn commit(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
-        Box::pin(async move { Self::commit(&mut self).await })
-    }
-
-    fn rollback(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
-        Box::pin(async move { Ok(Self::rollback(&mut self).await?) })
-    }
-}
-
 impl SqlStore for MySqlStore {
     fn dialect(&self) -> Dialect {
         Dialect::MySql

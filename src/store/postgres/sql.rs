@@ -100,20 +100,6 @@ impl Session for Bounded<Postgres> {
     }
 }
 
-impl Transaction for Bounded<Postgres> {
-    fn session(&mut self) -> &mut dyn Session {
-        self
-    }
-
-    fn commit(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
-        Box::pin(async move { Self::commit(&mut self).await })
-    }
-
-    fn rollback(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
-        Box::pin(async move { Ok(Self::rollback(&mut self).await?) })
-    }
-}
-
 impl SqlStore for PostgresStore {
     fn dialect(&self) -> Dialect {
         Dialect::Postgres
