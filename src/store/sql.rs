@@ -39,8 +39,8 @@
 //! * On SQLite everything that writes runs in a transaction that begins with the write lock.
 //!
 //! Not here: statements of the hot path, which each database has in its own folder: the relay's
-//! read and claim, admission to the inbox, the doors, the claim of a new key; and the outcome of an
-//! operation on PostgreSQL.
+//! read and claim, admission to the inbox, the doors; on PostgreSQL the claim of a transactional
+//! operation, and the outcome.
 
 pub(in crate::store) mod audit;
 #[cfg(feature = "operations")]
