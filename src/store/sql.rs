@@ -101,6 +101,10 @@ pub(in crate::store) enum Value {
     SentAt(Option<DateTime<Utc>>),
     /// Text that came with a message: it may have any characters, and is stored as bytes on MySQL.
     Foreign(Option<String>),
+    /// A name as it is compared: MySQL keeps names as bytes.
+    Name(Option<String>),
+    /// An id of an outbox row or an audit row: SQLite keeps these as text.
+    RowId(Option<Uuid>),
     /// Headers as they arrived, with any bytes: a JSON list of pairs.
     Headers(Vec<(String, Vec<u8>)>),
     /// A length of time, only inside `{span :name}`.
@@ -119,16 +123,8 @@ pub(in crate::store) fn foreign(text: &str) -> Value {
     Value::Foreign(Some(text.to_owned()))
 }
 
-/// A name as it is compared: MySQL keeps names as bytes.
-fn name<'a>(dialect: Dialect, name: impl Into<Option<&'a str>>) -> Value {
-    let name = name.into();
-    if dialect == Dialect::MySql { name.map(str::as_bytes).into() } else { name.into() }
-}
-
-/// An id of an outbox row or an audit row: SQLite keeps these as text.
-fn id(dialect: Dialect, id: impl Into<Option<Uuid>>) -> Value {
-    let id = id.into();
-    if dialect == Dialect::Sqlite { id.map(|id| id.to_string()).into() } else { id.into() }
+fn name<'a>(name: impl Into<Option<&'a str>>) -> Value {
+    Value::Name(name.into().map(str::to_owned))
 }
 
 impl Value {
@@ -137,8 +133,8 @@ impl Value {
         match self {
             Self::Bool(value) => *value,
             Self::Int(value) => value.is_some(),
-            Self::Text(value) | Self::Foreign(value) => value.is_some(),
-            Self::Id(value) => value.is_some(),
+            Self::Text(value) | Self::Foreign(value) | Self::Name(value) => value.is_some(),
+            Self::Id(value) | Self::RowId(value) => value.is_some(),
             Self::Bytes(value) => value.is_some(),
             Self::Time(value) | Self::SentAt(value) => value.is_some(),
             Self::Span(value) => value.is_some(),

@@ -55,10 +55,10 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, MySql, MyS
         Value::Bool(value) => query.bind(*value),
         Value::Int(value) => query.bind(*value),
         Value::Text(value) => query.bind(value.clone()),
-        Value::Id(value) => query.bind(*value),
+        Value::Id(value) | Value::RowId(value) => query.bind(*value),
         Value::Bytes(value) => query.bind(value.clone()),
         Value::Time(value) | Value::SentAt(value) => query.bind(value.map(|time| time.naive_utc())),
-        Value::Foreign(value) => query.bind(value.clone().map(String::into_bytes)),
+        Value::Foreign(value) | Value::Name(value) => query.bind(value.clone().map(String::into_bytes)),
         Value::Headers(headers) => query.bind(arrived_to_json(headers)),
         Value::Foreigns(list) => {
             let list = list.iter().cloned().map(String::into_bytes).collect();

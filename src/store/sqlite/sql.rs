@@ -57,11 +57,12 @@ fn bound(statement: &Statement) -> Result<Query<'static, Sqlite, SqliteArguments
     Ok(values.into_iter().fold(query(text), |query, value| match value {
         Value::Bool(value) => query.bind(*value),
         Value::Int(value) => query.bind(*value),
-        Value::Text(value) | Value::Foreign(value) => query.bind(value.clone()),
+        Value::Text(value) | Value::Foreign(value) | Value::Name(value) => query.bind(value.clone()),
         Value::SentAt(value) => query.bind(value.map(wire::format_time)),
         Value::Headers(headers) => query.bind(arrived_to_json(headers)),
         Value::Foreigns(list) => query.bind(Value::Texts(list.clone()).as_json_list()),
         Value::Id(value) => query.bind(*value),
+        Value::RowId(value) => query.bind(value.map(|id| id.to_string())),
         Value::Bytes(value) => query.bind(value.clone()),
         Value::Time(value) => query.bind(value.map(|time| time.timestamp_millis())),
         Value::Span(value) => query.bind(value.map(millis)),
