@@ -103,11 +103,6 @@ pub(super) fn checksum(migration: &Migration) -> Vec<u8> {
     Sha256::digest(migration.sql.as_bytes()).to_vec()
 }
 
-/// The newest version that this program knows.
-fn newest(known: &[Migration]) -> i64 {
-    known.last().map_or(0, |migration| migration.version)
-}
-
 impl History {
     /// The newest applied version.
     pub(super) fn newest(&self) -> Option<i64> {
@@ -130,7 +125,7 @@ impl History {
 
     /// How the schema compares with this program.
     pub(super) fn state(&self, known: &[Migration]) -> SchemaState {
-        let needed = newest(known);
+        let needed = known.last().map_or(0, |migration| migration.version);
         if let Some(found) = self.newest().filter(|found| *found > needed) {
             let mut newer = self.0.iter().filter(|(version, ..)| *version > needed);
             let serves = newer.all(|(_, serves_from, _)| *serves_from <= needed);
@@ -147,17 +142,13 @@ impl History {
         }
     }
 
-    /// The versions that are still to be applied.
-    ///
-    /// # Errors
-    /// The schema is newer than this program, or a migration was applied with another text.
+    /// The versions that are still to be applied. A newer schema, also one that still serves this
+    /// program, is an error, and so is a changed migration.
     pub(super) fn missing(&self, known: &[Migration]) -> Result<Vec<i64>, StoreError> {
-        let needed = newest(known);
-        if let Some(found) = self.newest().filter(|found| *found > needed) {
-            return Err(StoreError::SchemaNewer { found, known: needed });
-        }
-        if let Some(version) = self.changed(known) {
-            SchemaState::Changed { version }.require()?;
+        match self.state(known) {
+            SchemaState::Missing | SchemaState::Old { .. } => {}
+            SchemaState::Ahead { found, known } => return Err(StoreError::SchemaNewer { found, known }),
+            state => state.require()?,
         }
         Ok(known.iter().map(|migration| migration.version).filter(|version| !self.has(*version)).collect())
     }

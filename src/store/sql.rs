@@ -248,9 +248,6 @@ impl Statement {
     }
 
     /// The text in the words of a database, and the values in the order of its placeholders.
-    ///
-    /// # Errors
-    /// [`StoreError::Corrupt`] where the text names a value that was not bound.
     pub(in crate::store) fn in_words_of(&self, dialect: Dialect) -> Result<(&'static str, Vec<&Value>), StoreError> {
         let written = written(self, dialect);
         let value = |name: &str| {
@@ -490,10 +487,7 @@ pub(in crate::store) trait Transaction: Send {
     /// The connection, inside the transaction.
     fn session(&mut self) -> &mut dyn Session;
 
-    /// Commits.
-    ///
-    /// # Errors
-    /// [`StoreError::CommitUnknown`] where the answer to COMMIT was lost.
+    /// Commits; [`StoreError::CommitUnknown`] where the answer was lost.
     fn commit(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>>;
 
     /// Rolls back, and returns the connection to the pool.

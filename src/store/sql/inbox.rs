@@ -27,23 +27,20 @@ use crate::inbox::rules::position::Position;
 use crate::message::MessageId;
 use crate::time::db_time::DbTime;
 
-/// The part of the inbox that each database implements itself, under the promises of [`Inbox`].
+/// The part of [`Inbox`] that each database implements itself: `begin_batch` is its `begin`, and so
+/// on.
 #[async_trait]
 pub(in crate::store) trait OwnInbox: SqlStore + Debug {
     /// Whether the purge finds ids that carry a time by the key. Otherwise it finds all ids by
     /// their time of receipt.
     const PURGES_BY_KEY: bool;
 
-    /// Keeps the promises of [`Inbox::begin`].
     async fn begin_batch(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError>;
 
-    /// Keeps the promises of [`Inbox::known`].
     async fn known_ids(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError>;
 
-    /// Keeps the promises of [`Inbox::is_contested`].
     async fn are_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError>;
 
-    /// Keeps the promises of [`Inbox::bounds`].
     async fn bounds_now(&self, consumer: ConsumerId) -> Result<Bounds, StoreError>;
 
     /// Makes the partitions that inbox rows will need, where the database has partitions.

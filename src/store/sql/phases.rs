@@ -81,12 +81,9 @@ pub(in crate::store) trait HeldPhase: Debug + Send {
         None
     }
 
-    /// Called when the statement that moves the operation changed no row, or failed with an error:
-    /// returns what that proves of the transaction. A database without a token learns nothing new
-    /// here: [`Self::prove`] has looked before.
-    ///
-    /// # Errors
-    /// The given error, where the transaction is still ours.
+    /// What it proves of the transaction that the statement which moves the operation changed no
+    /// row, or failed; the given error, where the transaction is still ours. A database without a
+    /// token learns nothing new here: [`Self::prove`] has looked before.
     async fn judge(&mut self, failed: Option<StoreError>) -> Result<Proof, StoreError> {
         failed.map_or(Ok(Proof::Same), Err)
     }

@@ -68,9 +68,6 @@ pub(in crate::store) trait Column: Sized {
 
 impl dyn Row + '_ {
     /// A column that is never null.
-    ///
-    /// # Errors
-    /// [`StoreError::Corrupt`] with the column where it is null or something else.
     pub(in crate::store) fn get<T: Column>(&self, at: usize) -> Result<T, StoreError> {
         self.get_opt(at)?.ok_or_else(|| self.null(at))
     }
@@ -81,9 +78,6 @@ impl dyn Row + '_ {
     }
 
     /// A column that may be null.
-    ///
-    /// # Errors
-    /// [`StoreError::Corrupt`] with the column where it is something else.
     pub(in crate::store) fn get_opt<T: Column>(&self, at: usize) -> Result<Option<T>, StoreError> {
         T::read(self, at).map_err(|error| match error {
             StoreError::Other(sqlx::Error::ColumnDecode { source, .. }) => self.wrong(at, &source),

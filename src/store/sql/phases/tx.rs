@@ -168,9 +168,6 @@ pub(in crate::store) async fn fence_of(
 
 /// After the outcome of a record was written, copies its times to the operation: each statement has
 /// read the clock itself, but both must have the same times (O3).
-///
-/// # Errors
-/// [`StoreError::Corrupt`] where no record got its outcome.
 pub(in crate::store::sql) async fn same_times(
     session: &mut dyn Session,
     operation_id: Uuid,
