@@ -45,8 +45,10 @@ pub use self::{
     base::{Base, StoreOptions},
     schema::{AppliedMigration, Finding, Schema, SchemaState, Severity},
 };
-pub use crate::outbox::enqueue::{Enqueue, NewEmail, commit, enqueue, enqueue_all};
-pub use crate::outbox::hint::hint;
+pub use crate::outbox::{
+    enqueue::{Enqueue, NewEmail, commit, enqueue, enqueue_all},
+    hint::hint,
+};
 #[cfg(feature = "duties")]
 pub use crate::{
     email::port::{EmailOutcome, EmailToSend, Mailbox},

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use sqlx::{query_as, query_scalar};
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use crate::error::StoreError;
 use crate::store::base::Base;
 use crate::store::schema::{Finding, Schema};

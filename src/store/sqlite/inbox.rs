@@ -13,7 +13,7 @@ use async_trait::async_trait;
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{query, query_as, query_scalar};
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use super::message::sixteen;
 use super::savepoint::Savepoint;
 use super::write::Write;

@@ -16,7 +16,7 @@ use sqlx::{ConnectOptions, Connection};
 
 pub(super) use self::tx::staked;
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use super::write::Write;
 use crate::error::StoreError;
 use crate::operation::port::{

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use super::operations::staked;
 use super::savepoint::Savepoint;
 use super::write::Write;

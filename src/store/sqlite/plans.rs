@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use sqlx::{AssertSqlSafe, Row, SqliteConnection, query};
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use super::{inbox, relay};
 use crate::operator::{DeadFilter, DeadState};
 use crate::store::base::{Base, StoreOptions};

@@ -24,7 +24,7 @@ use sqlx::sqlite::SqliteRow;
 use sqlx::{Row, query, query_scalar};
 
 use self::mark::positions_json;
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use super::message::{headers_from_json, time_from_millis, uuid_from_text};
 use crate::error::StoreError;
 use crate::message::OutgoingMessage;

@@ -6,7 +6,7 @@
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Executor, query_as, query_scalar};
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use super::now_ms;
 use crate::error::StoreError;
 use crate::store::base::Base;

@@ -8,7 +8,7 @@ use sqlx::query::Query;
 use sqlx::sqlite::{SqliteArguments, SqliteConnection, SqliteRow};
 use sqlx::{Sqlite, query};
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use super::message::{arrived_from_json, arrived_to_json};
 use super::millis;
 use super::write::Write;

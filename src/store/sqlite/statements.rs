@@ -10,7 +10,7 @@ use std::convert::Infallible;
 use sqlx::sqlite::SqliteArguments;
 use sqlx::{Arguments, Executor, SqliteConnection};
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use crate::error::StoreError;
 use crate::message::wire;
 use crate::store::base::Base;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::super::connect::SqliteStore;
+use super::super::SqliteStore;
 use super::super::savepoint::Savepoint;
 use super::super::write::Write;
 use crate::error::StoreError;
