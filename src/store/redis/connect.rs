@@ -5,10 +5,11 @@
 
 use std::sync::Arc;
 
-use super::{RedisKeys, RedisOptions};
-use crate::error::{StoreError, redact};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, FromRedisValue, RedisError, Script, TlsCertificates};
+
+use super::{RedisKeys, RedisOptions};
+use crate::error::{StoreError, redact};
 
 impl RedisKeys {
     /// Connects, and refuses a server that may lose keys while it runs.
