@@ -43,7 +43,7 @@ pub mod sqlite;
 
 pub use self::{
     base::{Base, StoreOptions},
-    schema::{AppliedMigration, MigrationText, Schema, SchemaState},
+    schema::{AppliedMigration, Schema, SchemaState},
 };
 #[cfg(feature = "duties")]
 pub use crate::{
@@ -61,7 +61,7 @@ pub use crate::{
         Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow,
         ReadBatch, RelaySession, RequestedAct,
     },
-    store::statements::{Dialect, Piece, SetError, SqlValue, Statements, split as split_named},
+    store::statements::{Dialect, SetError, SqlValue, Statements},
 };
 pub use crate::{
     observe::{Finding, Severity},

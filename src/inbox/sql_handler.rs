@@ -13,7 +13,7 @@ use crate::error::{HandlerError, StoreError};
 use crate::inbox::handler::{BatchMessageHandler, HandlerTx, MessageHandler};
 use crate::message::{Message, pointer};
 use crate::store::Store;
-use crate::store::statements::{Piece, SetError, SqlValue, Statements, ends_transaction, split as split_named};
+use crate::store::statements::{SetError, SqlValue, Statements, ends_transaction, names, split};
 
 /// The most bytes of values in one call of the database, if each is as long as its payload. They
 /// are held several times at once, here and on the server, and a server limits what it takes at
@@ -118,16 +118,14 @@ impl<S: Statements> SqlHandler<S> {
                      statements of a handler write is committed together with its message"
                 ));
             }
-            let pieces = split_named(statement, S::dialect());
-            for piece in &pieces {
-                let Piece::Param(name) = piece else { continue };
+            for name in names(&split(statement, S::dialect())) {
                 occurrences += 1;
                 unused.remove(name);
                 if !spec.params.contains_key(name) {
                     return refused(format!("the statement `{statement}` uses :{name}, which `params` does not name"));
                 }
             }
-            statements.push(store.prepare(&pieces).await.map_err(|error| unprepared(statement, error))?);
+            statements.push(store.prepare(statement).await.map_err(|error| unprepared(statement, error))?);
         }
         let unknown = spec.optional.iter().find(|name| !spec.params.contains_key(*name));
         if let Some(name) = unused.first().copied().or(unknown) {

@@ -326,10 +326,7 @@ impl<Db: Remote> Bounded<Db> {
         }
     }
 
-    /// Begins a transaction.
-    ///
-    /// # Cancel safety
-    /// Dropped half way, the connection is closed with this value.
+    /// Begins a transaction. Dropped half way, the connection is closed with this value.
     pub(super) async fn begin(&mut self, statement: impl SqlSafeStr) -> sqlx::Result<()> {
         // Set before the statement: if its answer is lost, the transaction may be open.
         self.in_transaction = true;
@@ -337,10 +334,7 @@ impl<Db: Remote> Bounded<Db> {
         self.within(|connection| Box::pin(Db::TransactionManager::begin(connection, statement))).await
     }
 
-    /// Commits.
-    ///
-    /// # Errors
-    /// [`StoreError::CommitUnknown`] where the answer was lost.
+    /// Commits; [`StoreError::CommitUnknown`] where the answer was lost.
     pub(super) async fn commit(&mut self) -> Result<(), StoreError> {
         let done = self.within(|connection| Box::pin(Db::TransactionManager::commit(connection))).await;
         self.in_transaction = done.is_err();

@@ -18,7 +18,6 @@ mod connect;
 mod door;
 #[cfg(feature = "duties")]
 mod inbox;
-mod mailbox;
 #[cfg(feature = "duties")]
 mod mend;
 #[cfg(feature = "duties")]
@@ -124,9 +123,6 @@ macro_rules! without_transactions {
 }
 use without_transactions;
 
-/// How many errors of a message are kept.
-const HISTORY_MAX: u32 = 50;
-
 /// A JSON list of hexadecimal strings, for `json_table`.
 fn hex_list(items: impl IntoIterator<Item = [u8; 16]>) -> String {
     let items: Vec<String> = items.into_iter().map(|item| format!("\"{}\"", hex(&item))).collect();
@@ -149,11 +145,6 @@ fn sixteen(column: &str, bytes: &[u8]) -> Result<[u8; 16], StoreError> {
     bytes.try_into().map_err(|_| {
         StoreError::Corrupt(format!("the column `{column}` holds {} bytes, 16 were expected", bytes.len()))
     })
-}
-
-/// A duration in microseconds, as `interval ? microsecond` takes it.
-fn micros(duration: Duration) -> i64 {
-    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX / 4).min(i64::MAX / 4)
 }
 
 #[cfg(test)]

@@ -52,9 +52,6 @@ use async_trait::async_trait;
 use sqlx::Postgres;
 use sqlx::postgres::PgPool;
 
-#[cfg(feature = "duties")]
-pub use statements::PostgresStatement;
-
 use super::bounded::BoundedPool;
 use crate::error::StoreError;
 use crate::store::base::{Base, StoreOptions};

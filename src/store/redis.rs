@@ -26,4 +26,55 @@ mod connect;
 mod operations;
 mod scripts;
 
-pub use connect::{RedisKeys, RedisOptions};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use redis::Client;
+use redis::aio::MultiplexedConnection;
+use tokio::sync::Mutex;
+
+use crate::error::redact;
+
+/// How to reach Redis, and the prefix of its keys.
+#[derive(Clone)]
+pub struct RedisOptions {
+    /// `redis://[user:password@]host:port[/database]`, `rediss://` for TLS, whose certificate is
+    /// always verified.
+    pub url: String,
+    /// A PEM file of certificate authorities to trust instead of the system's.
+    pub ca_file: Option<PathBuf>,
+    /// The prefix of every key. Another prefix is another store. Default `oncebox`.
+    pub prefix: String,
+    /// How long the server may take to answer. Default 2 s.
+    pub answer_timeout: Duration,
+}
+
+impl RedisOptions {
+    /// Options with defaults for this URL.
+    #[must_use]
+    pub fn new(url: impl Into<String>) -> Self {
+        let (url, prefix) = (url.into(), "oncebox".to_owned());
+        Self { url, ca_file: None, prefix, answer_timeout: Duration::from_secs(2) }
+    }
+}
+
+impl std::fmt::Debug for RedisOptions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "RedisOptions({}, {})", redact(&self.url), self.prefix)
+    }
+}
+
+/// Idempotency records in Redis. Clones share the connection.
+#[derive(Clone)]
+pub struct RedisKeys {
+    client: Client,
+    options: Arc<RedisOptions>,
+    connection: Arc<Mutex<Option<MultiplexedConnection>>>,
+}
+
+impl std::fmt::Debug for RedisKeys {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "RedisKeys({:?})", self.options)
+    }
+}

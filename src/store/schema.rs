@@ -63,21 +63,17 @@ impl SchemaState {
     }
 }
 
-/// A migration as text, for `migrate print`.
-#[derive(Debug, Clone, Copy)]
-pub struct MigrationText {
-    /// Version, ascending from 1.
-    pub version: i64,
-    /// What it is for.
-    pub description: &'static str,
+/// A migration that this program was built with. Their versions ascend from 1.
+pub(super) struct Migration {
+    pub(super) version: i64,
+    pub(super) description: &'static str,
     /// The oldest program that still works after this migration, named by the newest migration that
     /// it knows. It is the migration's own version where older programs would do wrong.
-    pub serves_from: i64,
-    /// The SQL of the migration, as it is run.
-    pub sql: &'static str,
+    pub(super) serves_from: i64,
+    pub(super) sql: &'static str,
 }
 
-impl MigrationText {
+impl Migration {
     /// A migration after which programs that do not know it would do wrong.
     pub(super) const fn breaking(version: i64, description: &'static str, sql: &'static str) -> Self {
         Self { version, description, serves_from: version, sql }
@@ -104,13 +100,8 @@ type Applied = (i64, i64, Option<Vec<u8>>);
 pub(super) struct History(pub(super) Vec<Applied>);
 
 /// SHA-256 of a migration's text.
-pub(super) fn checksum(migration: &MigrationText) -> Vec<u8> {
+pub(super) fn checksum(migration: &Migration) -> Vec<u8> {
     Sha256::digest(migration.sql.as_bytes()).to_vec()
-}
-
-/// The newest version that this program knows.
-fn newest(known: &[MigrationText]) -> i64 {
-    known.last().map_or(0, |migration| migration.version)
 }
 
 impl History {
@@ -125,7 +116,7 @@ impl History {
     }
 
     /// The first version that was applied with another text than this program has.
-    fn changed(&self, known: &[MigrationText]) -> Option<i64> {
+    fn changed(&self, known: &[Migration]) -> Option<i64> {
         let is_other = |(version, _, stored): &&Applied| {
             let known = known.iter().find(|migration| migration.version == *version);
             known.zip(stored.as_ref()).is_some_and(|(migration, stored)| checksum(migration) != *stored)
@@ -134,8 +125,8 @@ impl History {
     }
 
     /// How the schema compares with this program.
-    pub(super) fn state(&self, known: &[MigrationText]) -> SchemaState {
-        let needed = newest(known);
+    pub(super) fn state(&self, known: &[Migration]) -> SchemaState {
+        let needed = known.last().map_or(0, |migration| migration.version);
         if let Some(found) = self.newest().filter(|found| *found > needed) {
             let mut newer = self.0.iter().filter(|(version, ..)| *version > needed);
             let serves = newer.all(|(_, serves_from, _)| *serves_from <= needed);
@@ -152,23 +143,19 @@ impl History {
         }
     }
 
-    /// The versions that are still to be applied.
-    ///
-    /// # Errors
-    /// The schema is newer than this program, or a migration was applied with another text.
-    pub(super) fn missing(&self, known: &[MigrationText]) -> Result<Vec<i64>, StoreError> {
-        let needed = newest(known);
-        if let Some(found) = self.newest().filter(|found| *found > needed) {
-            return Err(StoreError::SchemaNewer { found, known: needed });
-        }
-        if let Some(version) = self.changed(known) {
-            SchemaState::Changed { version }.require()?;
+    /// The versions that are still to be applied. A newer schema, also one that still serves this
+    /// program, is an error, and so is a changed migration.
+    pub(super) fn missing(&self, known: &[Migration]) -> Result<Vec<i64>, StoreError> {
+        match self.state(known) {
+            SchemaState::Missing | SchemaState::Old { .. } => {}
+            SchemaState::Ahead { found, known } => return Err(StoreError::SchemaNewer { found, known }),
+            state => state.require()?,
         }
         Ok(known.iter().map(|migration| migration.version).filter(|version| !self.has(*version)).collect())
     }
 
     /// All migrations that this program knows or the database has applied.
-    pub(super) fn list(&self, known: &[MigrationText]) -> Vec<AppliedMigration> {
+    pub(super) fn list(&self, known: &[Migration]) -> Vec<AppliedMigration> {
         let known_here = known.iter().map(|migration| AppliedMigration {
             version: migration.version,
             description: migration.description.to_owned(),
@@ -192,18 +179,10 @@ pub(crate) const LOST_AT_FAILOVER: &str =
 /// The tables, whether they fit this program, and their migrations.
 #[async_trait]
 pub trait Schema: Base {
-    /// All migrations this program was built with, ascending.
-    fn migrations() -> &'static [MigrationText];
-
     /// The SQL that [`Schema::migrate`] runs on a new database, for operators who run it
     /// themselves. It includes the rows that record that it was applied.
     #[must_use]
-    fn script() -> String {
-        let text = |migration: &MigrationText| {
-            format!("-- {} {}\n{}\n", migration.version, migration.description, migration.sql)
-        };
-        Self::migrations().iter().map(text).collect()
-    }
+    fn script() -> String;
 
     /// The state of the schema. A SQLite file that does not exist is `Missing`. On MySQL texts are
     /// not compared, because its migrations record themselves, also when the `mysql` client applies

@@ -39,8 +39,8 @@
 //! * On SQLite everything that writes runs in a transaction that begins with the write lock.
 //!
 //! Not here: statements of the hot path, which each database has in its own folder: the relay's
-//! read and claim, admission to the inbox, the doors, the claim of a new key; and the outcome of an
-//! operation on PostgreSQL.
+//! read and claim, admission to the inbox, the doors; on PostgreSQL the claim of a transactional
+//! operation, and the outcome.
 
 pub(in crate::store) mod audit;
 #[cfg(feature = "operations")]
@@ -79,6 +79,8 @@ use uuid::Uuid;
 pub(in crate::store) use self::row::{Column, Row, boxed};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+use crate::store::bounded::{Bounded, Remote};
 use crate::store::statements::Dialect;
 #[cfg(any(feature = "mysql", feature = "sqlite"))]
 use crate::text::hex::hex;
@@ -99,6 +101,10 @@ pub(in crate::store) enum Value {
     SentAt(Option<DateTime<Utc>>),
     /// Text that came with a message: it may have any characters, and is stored as bytes on MySQL.
     Foreign(Option<String>),
+    /// A name as it is compared: MySQL keeps names as bytes.
+    Name(Option<String>),
+    /// An id of an outbox row or an audit row: SQLite keeps these as text.
+    RowId(Option<Uuid>),
     /// Headers as they arrived, with any bytes: a JSON list of pairs.
     Headers(Vec<(String, Vec<u8>)>),
     /// A length of time, only inside `{span :name}`.
@@ -117,16 +123,8 @@ pub(in crate::store) fn foreign(text: &str) -> Value {
     Value::Foreign(Some(text.to_owned()))
 }
 
-/// A name as it is compared: MySQL keeps names as bytes.
-fn name<'a>(dialect: Dialect, name: impl Into<Option<&'a str>>) -> Value {
-    let name = name.into();
-    if dialect == Dialect::MySql { name.map(str::as_bytes).into() } else { name.into() }
-}
-
-/// An id of an outbox row or an audit row: SQLite keeps these as text.
-fn id(dialect: Dialect, id: impl Into<Option<Uuid>>) -> Value {
-    let id = id.into();
-    if dialect == Dialect::Sqlite { id.map(|id| id.to_string()).into() } else { id.into() }
+fn name<'a>(name: impl Into<Option<&'a str>>) -> Value {
+    Value::Name(name.into().map(str::to_owned))
 }
 
 impl Value {
@@ -135,8 +133,8 @@ impl Value {
         match self {
             Self::Bool(value) => *value,
             Self::Int(value) => value.is_some(),
-            Self::Text(value) | Self::Foreign(value) => value.is_some(),
-            Self::Id(value) => value.is_some(),
+            Self::Text(value) | Self::Foreign(value) | Self::Name(value) => value.is_some(),
+            Self::Id(value) | Self::RowId(value) => value.is_some(),
             Self::Bytes(value) => value.is_some(),
             Self::Time(value) | Self::SentAt(value) => value.is_some(),
             Self::Span(value) => value.is_some(),
@@ -250,9 +248,6 @@ impl Statement {
     }
 
     /// The text in the words of a database, and the values in the order of its placeholders.
-    ///
-    /// # Errors
-    /// [`StoreError::Corrupt`] where the text names a value that was not bound.
     pub(in crate::store) fn in_words_of(&self, dialect: Dialect) -> Result<(&'static str, Vec<&Value>), StoreError> {
         let written = written(self, dialect);
         let value = |name: &str| {
@@ -309,6 +304,9 @@ fn write(statement: &Statement, dialect: Dialect) -> (String, Vec<&'static str>)
     (writing.text, writing.names)
 }
 
+/// The word of each [`Dialect`] for what only that database reads.
+const DATABASES: [&str; 3] = ["pg", "my", "lite"];
+
 struct Writing<'a> {
     dialect: Dialect,
     values: &'a [(&'static str, Value)],
@@ -352,12 +350,10 @@ impl Writing<'_> {
 
     /// Writes what a word in braces becomes.
     fn word(&mut self, word: &'static str) {
-        if let Some((of, inside)) = word.split_once(':').filter(|(of, _)| of.split(' ').all(is_a_database)) {
-            let own = match self.dialect {
-                Dialect::Postgres => "pg",
-                Dialect::MySql => "my",
-                Dialect::Sqlite => "lite",
-            };
+        if let Some((of, inside)) =
+            word.split_once(':').filter(|(of, _)| of.split(' ').all(|of| DATABASES.contains(&of)))
+        {
+            let own = DATABASES[self.dialect as usize];
             if of.split(' ').any(|of| of == own) {
                 self.write(inside.trim_start());
             }
@@ -430,10 +426,6 @@ fn is_given(values: &[(&'static str, Value)], name: &str) -> bool {
     values.iter().any(|(bound, value)| *bound == name && value.is_given())
 }
 
-fn is_a_database(word: &str) -> bool {
-    matches!(word, "pg" | "my" | "lite")
-}
-
 fn begins_name(text: &str) -> bool {
     text.starts_with(|c: char| c.is_ascii_lowercase())
 }
@@ -495,14 +487,29 @@ pub(in crate::store) trait Transaction: Send {
     /// The connection, inside the transaction.
     fn session(&mut self) -> &mut dyn Session;
 
-    /// Commits.
-    ///
-    /// # Errors
-    /// [`StoreError::CommitUnknown`] where the answer to COMMIT was lost.
+    /// Commits; [`StoreError::CommitUnknown`] where the answer was lost.
     fn commit(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>>;
 
     /// Rolls back, and returns the connection to the pool.
     fn rollback(self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>>;
+}
+
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+impl<Db: Remote> Transaction for Bounded<Db>
+where
+    Self: Session,
+{
+    fn session(&mut self) -> &mut dyn Session {
+        self
+    }
+
+    fn commit(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
+        Box::pin(async move { Self::commit(&mut self).await })
+    }
+
+    fn rollback(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
+        Box::pin(async move { Ok(Self::rollback(&mut self).await?) })
+    }
 }
 
 /// A database that these texts run on.

@@ -42,7 +42,13 @@ mod sql;
 mod statements;
 mod write;
 
-pub use connect::SqliteStore;
+use std::sync::Arc;
+
+/// The store on SQLite: a file with an outbox, an inbox and operations. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct SqliteStore {
+    shared: Arc<connect::Database>,
+}
 
 /// Milliseconds since 1970 by the database's clock, as SQL.
 macro_rules! now_ms {

@@ -12,12 +12,12 @@ use chrono::{DateTime, Utc};
 use crate::error::StoreError;
 use crate::store::base::Base;
 
+pub use named::Dialect;
 #[cfg(feature = "consumer")]
 pub(crate) use named::ends_transaction;
 #[cfg(feature = "postgres")]
 pub(crate) use named::first_word;
-pub use named::{Dialect, Piece, split};
-pub(crate) use named::{names, written};
+pub(crate) use named::{Piece, names, split, written};
 
 /// A value to bind.
 #[derive(Clone, PartialEq, Eq)]
@@ -73,17 +73,16 @@ pub trait Statements: Base {
     /// The dialect in which strings, comments and names are written.
     fn dialect() -> Dialect;
 
-    /// Prepares a statement on the server, so that an error in it is found at start and not at the
-    /// first message.
-    fn prepare(&self, pieces: &[Piece]) -> impl Future<Output = Result<Self::Statement, StoreError>> + Send;
+    /// Prepares a statement, in which a parameter is `:name`, on the server. So an error in it is
+    /// found at start and not at the first message.
+    fn prepare(&self, sql: &str) -> impl Future<Output = Result<Self::Statement, StoreError>> + Send;
 
-    /// Runs a statement in the caller's transaction; returns how many rows the database reports as
-    /// affected.
+    /// Runs a statement in the caller's transaction.
     fn execute(
         connection: &mut <Self::Db as sqlx::Database>::Connection,
         statement: &Self::Statement,
         values: &BTreeMap<String, SqlValue>,
-    ) -> impl Future<Output = Result<u64, StoreError>> + Send;
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Makes one text of the statements of a handler, which runs them for several messages. None
     /// where the server cannot run them so, or where it gains nothing.

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{Base, SetError, SqlValue, Statements, split_named};
+use oncebox::store::{Base, SetError, SqlValue, Statements};
 use oncebox::{HandlerError, Handlers, SqlHandler};
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -133,7 +133,7 @@ async fn as_one_by_one<S: Sql>(world: &World<S>, more: &[&'static str]) {
         let (texts, mut messages) = cases.new_tree(&mut runner).unwrap().current();
         let mut statements = Vec::new();
         for text in &texts {
-            statements.push(world.store.prepare(&split_named(text, S::dialect())).await.unwrap());
+            statements.push(world.store.prepare(text).await.unwrap());
         }
         let set = world.store.prepare_set(&statements).await.unwrap();
         let set = set.unwrap_or_else(|| panic!("{texts:?} run as a set"));
@@ -221,8 +221,8 @@ async fn what_runs_in_no_block_is_not_given_sets() {
 #[tokio::test]
 async fn what_a_role_has_set_changes_no_message_of_a_set_on_postgres() {
     on_postgres("sql_sets_role", |world: World<PostgresStore>| async move {
-        let insert = split_named("insert into effect (text) select :s from pg_sleep(0.05)", PostgresStore::dialect());
-        let set = world.store.prepare_set(&[world.store.prepare(&insert).await.unwrap()]).await.unwrap().unwrap();
+        let insert = "insert into effect (text) select :s from pg_sleep(0.05)";
+        let set = world.store.prepare_set(&[world.store.prepare(insert).await.unwrap()]).await.unwrap().unwrap();
         let of = |value: SqlValue| BTreeMap::from([("s".to_owned(), value)]);
         let mut connection = world.store.pool().acquire().await.unwrap();
         PostgresStore::run(&mut connection, "begin; set local statement_timeout = '250ms'").await.unwrap();
@@ -247,8 +247,8 @@ async fn what_a_role_has_set_changes_no_message_of_a_set_on_postgres() {
 async fn a_set_sees_a_view_as_it_is_now_on_mariadb() {
     on_mariadb("sql_sets_view", |world: World<MySqlStore>| async move {
         world.run("create view word as select 'old' as word").await;
-        let insert = split_named("insert into effect (text) select concat(word, :s) from word", MySqlStore::dialect());
-        let set = world.store.prepare_set(&[world.store.prepare(&insert).await.unwrap()]).await.unwrap().unwrap();
+        let insert = "insert into effect (text) select concat(word, :s) from word";
+        let set = world.store.prepare_set(&[world.store.prepare(insert).await.unwrap()]).await.unwrap().unwrap();
         let messages: Vec<Values> = ["a", "b"]
             .iter()
             .map(|text| BTreeMap::from([("s".to_owned(), SqlValue::Text((*text).to_owned()))]))
@@ -271,7 +271,7 @@ async fn a_set_sees_a_view_as_it_is_now_on_mariadb() {
 async fn a_null_of_a_set_is_the_null_of_one_message_on_mariadb() {
     on_mariadb("sql_sets_null", |world: World<MySqlStore>| async move {
         let insert = "insert into effect (text) values (coalesce(:n, 12345678901234567890.12345) + 0.1)";
-        let insert = world.store.prepare(&split_named(insert, MySqlStore::dialect())).await.unwrap();
+        let insert = world.store.prepare(insert).await.unwrap();
         let nulls = vec![BTreeMap::from([("n".to_owned(), SqlValue::Null)]); 2];
         let mut connection = world.store.pool().acquire().await.unwrap();
         let mut texts = Vec::new();
@@ -308,8 +308,8 @@ async fn counts(connection: &mut sqlx::MySqlConnection) -> [i64; 4] {
 #[tokio::test]
 async fn sets_run_by_a_few_statements_that_stay_prepared_on_mariadb() {
     on_mariadb("sql_sets_prepared", |world: World<MySqlStore>| async move {
-        let insert = split_named("insert into effect (text) values (concat(:n, :s))", MySqlStore::dialect());
-        let set = world.store.prepare_set(&[world.store.prepare(&insert).await.unwrap()]).await.unwrap().unwrap();
+        let insert = "insert into effect (text) values (concat(:n, :s))";
+        let set = world.store.prepare_set(&[world.store.prepare(insert).await.unwrap()]).await.unwrap().unwrap();
         let number =
             |number: usize| SqlValue::Number(if number.is_multiple_of(3) { "0.5".to_owned() } else { "7".to_owned() });
         let mut connection = world.store.pool().acquire().await.unwrap();

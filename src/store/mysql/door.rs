@@ -16,6 +16,7 @@ use sqlx::Row;
 use sqlx::mysql::MySqlConnection;
 use uuid::Uuid;
 
+use super::inserted;
 use crate::error::{LimitError, StoreError};
 use crate::message::{Limits, MessageId, NewMessage, TraceContext, bucket};
 use crate::outbox::enqueue::{Enqueue, NewEmail};
@@ -64,6 +65,10 @@ select cast(l.name as char) as name, cast(l.value as signed) as value, cast(@@ma
 
 /// A call up to this size fits the packet of any server, so the packet limit is not read first.
 const PACKET_UNASKED_MAX: i64 = 1_000_000;
+
+/// The most bytes of the columns of an e-mail.
+const UNIQUE_KEY_BYTES_MAX: usize = 255;
+const TEXT_BYTES_MAX: usize = 65_535;
 
 /// How often ids are made again with the database's time before the call fails.
 const TRIES_MAX: usize = 3;
@@ -136,7 +141,30 @@ impl Enqueue for MySqlConnection {
     }
 
     async fn queue_email(&mut self, email: &NewEmail) -> Result<bool, StoreError> {
-        super::mailbox::queue(self, email).await
+        // The connection may be the application's, with any SQL mode, so lengths are checked here.
+        for (what, value, max) in [
+            ("unique key", &email.unique_key, UNIQUE_KEY_BYTES_MAX),
+            ("recipient", &email.recipient, TEXT_BYTES_MAX),
+            ("subject", &email.subject, TEXT_BYTES_MAX),
+        ] {
+            if value.len() > max {
+                let has = value.len();
+                return Err(StoreError::Refused(format!(
+                    "the {what} of an e-mail has {has} bytes, at most {max} are allowed"
+                )));
+            }
+        }
+        let outcome = sqlx::query(
+            "insert into oncebox_email (unique_key, recipient, subject, body, state, due_at, lease, attempts, created_at) \
+             values (?, ?, ?, ?, 'pending', utc_timestamp(6), null, 0, utc_timestamp(6))",
+        )
+        .bind(email.unique_key.as_bytes())
+        .bind(&email.recipient)
+        .bind(&email.subject)
+        .bind(&email.body)
+        .execute(self)
+        .await;
+        Ok(inserted(outcome)?)
     }
 }
 

@@ -10,39 +10,22 @@ mod tx;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use sqlx::mysql::MySqlArguments;
 use sqlx::{MySql, MySqlConnection};
 
 pub(super) use self::tx::{Held, SHORT_WAIT, USUAL_WAIT, staked};
 
 use super::inbox::NO_SAVEPOINT;
-use super::{MySqlStore, START, inserted, number};
+use super::{MySqlStore, START, number};
 use crate::error::StoreError;
 use crate::operation::port::{
     Basis, Begun, Bridged, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
 };
 use crate::operation::rules::retention::Retention;
-use crate::operation::rules::{Identity, Mode, State};
-use crate::store::bounded::{Ask, Bounded};
+use crate::operation::rules::{Identity, Mode};
+use crate::store::bounded::Bounded;
 use crate::store::sql::outcome;
 use crate::store::sql::records::{self, KeyStore, OutcomeTransaction};
 use crate::store::statements::Dialect;
-
-/// Inserts a claim; its state is a parameter.
-macro_rules! insert {
-    () => {
-        "insert into oncebox_idempotency_request (key_digest, tenant, operation, `key`, principal, fingerprint, mode, state, epoch, \
-           owner, lease_until, lease_seconds, generation, operation_id, attempts, created_at, updated_at) \
-         values (?, ?, ?, ?, ?, ?, ?, ?, 1, ?, utc_timestamp(6) + interval round(? * 1000000) microsecond, ?, 1, ?, 1, \
-           utc_timestamp(6), utc_timestamp(6))"
-    };
-}
-
-/// Inserts a claim in a transaction of its own.
-const INSERT: &str = insert!();
-/// Inserts the claim of a transactional operation. It does not wait for a lock on MariaDB, and at
-/// most the one second that [`tx`] sets on MySQL (O17).
-const INSERT_AT_ONCE: &str = concat!("/*M! set statement innodb_lock_wait_timeout = 0 for */ ", insert!());
 
 #[async_trait]
 impl OutcomeTransaction for Bounded<MySql> {
@@ -60,10 +43,6 @@ impl OutcomeTransaction for Bounded<MySql> {
 impl KeyStore for MySqlStore {
     async fn ping(&self) -> Result<(), StoreError> {
         Ok(self.pool.sign_of_life().await?)
-    }
-
-    async fn insert_claim(&self, claim: &KeyClaim, owned: &Owned) -> Result<bool, StoreError> {
-        Ok(inserted(insert(INSERT, claim, State::InProgress, owned).run(&self.pool).await)?)
     }
 
     async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError> {
@@ -104,9 +83,7 @@ impl Operations for MySqlStore {
     }
 
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
-        let unowned = Owned { owner: None, ..claim.owned(Basis::New) };
-        let insert = insert(INSERT, claim, State::UnknownRequiresRecovery, &unowned);
-        Ok(Fenced::rows(inserted(insert.run(&self.pool).await)?.into()))
+        records::insert_unknown(self, claim).await
     }
 
     async fn begin_operation(
@@ -118,28 +95,4 @@ impl Operations for MySqlStore {
         claim.requires(&[Mode::Transactional])?;
         Ok(tx::begin_operation(self, claim, basis).await?.map(|tx| Box::new(tx) as Box<dyn OperationTx>))
     }
-}
-
-type Query<'q> = sqlx::query::Query<'q, sqlx::MySql, MySqlArguments>;
-
-/// The seconds of the lease. None where the transaction itself owns the claim.
-fn lease(claim: &KeyClaim, owned: &Owned) -> Option<f64> {
-    owned.owner.map(|_| claim.lease.as_secs_f64())
-}
-
-fn insert<'q>(statement: &'static str, claim: &KeyClaim, state: State, owned: &Owned) -> Query<'q> {
-    let identity = &claim.identity;
-    sqlx::query(statement)
-        .bind(identity.digest().to_vec())
-        .bind(identity.tenant().as_bytes().to_vec())
-        .bind(identity.operation().as_str().as_bytes().to_vec())
-        .bind(identity.key().as_str().as_bytes().to_vec())
-        .bind(claim.principal.to_string())
-        .bind(claim.fingerprint.to_string())
-        .bind(claim.mode.as_str())
-        .bind(state.as_str())
-        .bind(owned.owner)
-        .bind(lease(claim, owned))
-        .bind(lease(claim, owned))
-        .bind(owned.operation_id)
 }

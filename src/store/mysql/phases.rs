@@ -17,9 +17,9 @@ use crate::operation::port::phases::{Driven, Run};
 use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Owned, RecordFence, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::Session;
 use crate::store::sql::phases::{HeldPhase, PhaseStore};
 use crate::store::sql::records::OutcomeTransaction;
+use crate::store::sql::{Session, Transaction};
 
 /// Errors after which InnoDB may have ended the transaction by itself: a lock timeout (where the
 /// server is set so), a deadlock (also of XA and of group replication), a record that changed since
@@ -148,11 +148,7 @@ impl HeldPhase for MySqlPhase {
         self.held.transaction.finish_record(record, outcome, retention).await
     }
 
-    async fn commit(mut self: Box<Self>) -> Result<(), StoreError> {
-        self.held.transaction.commit().await
-    }
-
-    async fn rollback(mut self: Box<Self>) -> Result<(), StoreError> {
-        self.held.transaction.rollback().await.map_err(StoreError::from)
+    fn into_transaction(self: Box<Self>) -> Box<dyn Transaction> {
+        Box::new(self.held.transaction)
     }
 }

@@ -28,7 +28,7 @@ use sqlx::mysql::{MySqlArguments, MySqlRow};
 use sqlx::query::Query;
 use sqlx::{Either, MySql, Row};
 
-use super::{HISTORY_MAX, MySqlStore, START, is_duplicate, micros, number_list, text};
+use super::{MySqlStore, START, is_duplicate, number_list, text};
 use crate::error::StoreError;
 use crate::message::{OutgoingMessage, TraceContext};
 use crate::operator::kept_error;
@@ -40,8 +40,8 @@ use crate::store::bounded::{Ask, Bounded, BoundedPool};
 use crate::store::headers::parse_headers;
 use crate::store::sql::{Session, outbox};
 use crate::text::hex::hex;
-use crate::time::db_time::DbTime;
-use crate::time::lease::{Fence, Lease};
+use crate::time::db_time::micros_of;
+use crate::time::lease::Fence;
 
 /// Most positions in one statement: their list is shorter than 16 KiB. With TLS a longer one goes
 /// out in two pieces, and the second one waits 40 ms for the first to be acknowledged.
@@ -74,46 +74,10 @@ pub(super) struct MySqlSession {
 #[async_trait]
 impl Outbox for MySqlStore {
     async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer, StoreError> {
-        let mut transaction = self.pool.begin(START).await?;
-        // Takes the lock in a statement of its own. The time of a statement is that of its start:
-        // if it waited for the lock, a lease taken meanwhile would seem to end later than its full
-        // length from "now", and would count as expired.
-        let locked: Option<i32> =
-            sqlx::query_scalar("select shard_id from oncebox_shard where shard_id = ? for update")
-                .bind(request.shard)
-                .optional(&mut transaction)
-                .await?;
-        if locked.is_none() {
-            transaction.rollback().await?;
-            return Ok(LeaseAnswer::NoShard);
-        }
-        let shard = "select epoch, revision, owner, timestampdiff(microsecond, utc_timestamp(6), lease_until), lease_seconds \
-                     from oncebox_shard where shard_id = ?";
-        let (epoch, revision, owner, left, length): (i64, i64, Option<String>, Option<i64>, Option<f64>) =
-            sqlx::query_as(shard).bind(request.shard).one(&mut transaction).await?;
-        if let Some(owner) = owner.filter(|owner| *owner != request.owner) {
-            let length = Duration::try_from_secs_f64(length.unwrap_or(0.0)).unwrap_or_default();
-            let now = DbTime::from_micros(0);
-            let lease = Lease { until: DbTime::from_micros(left.unwrap_or(0)), length };
-            if !lease.is_expired(now) {
-                transaction.rollback().await?;
-                return Ok(LeaseAnswer::HeldBy { owner, left: lease.remaining(now) });
-            }
-        }
-        let fence = Fence { epoch: epoch + 1, revision: revision + 1 };
-        sqlx::query(
-            "update oncebox_shard set epoch = ?, revision = ?, owner = ?, \
-             lease_until = utc_timestamp(6) + interval ? microsecond, lease_seconds = ? where shard_id = ?",
-        )
-        .bind(fence.epoch)
-        .bind(fence.revision)
-        .bind(&request.owner)
-        .bind(micros(request.length))
-        .bind(request.length.as_secs_f64())
-        .bind(request.shard)
-        .run(&mut transaction)
-        .await?;
-        transaction.commit().await?;
+        let fence = match outbox::take(self, request).await? {
+            Ok((fence, _)) => fence,
+            Err(refused) => return Ok(refused),
+        };
         Ok(LeaseAnswer::Taken(Box::new(MySqlSession {
             pool: self.pool.clone(),
             fence,
@@ -175,7 +139,7 @@ impl RelaySession for MySqlSession {
              where shard_id = 0 and epoch = ? and revision = ?",
         )
         .bind(self.fence.revision + 1)
-        .bind(micros(self.length))
+        .bind(micros_of(self.length))
         .bind(proven.iter().copied().max().unwrap_or(0))
         .bind(mark.through.is_some())
         .bind(self.fence.epoch)
@@ -412,7 +376,7 @@ update json_table(?, '$[*]' columns (position bigint path '$.p', state varchar(1
                                      reason longtext path '$.r', holds int path '$.h')) j \
   straight_join oncebox_outbox_dead d force index (primary) on d.position = j.position \
    set d.history = if(j.reason is null, d.history, json_array_append( \
-         if(json_length(d.history) >= ?, json_remove(d.history, '$[0]'), d.history), '$', json_object( \
+         if(json_length(d.history) >= 50, json_remove(d.history, '$[0]'), d.history), '$', json_object( \
            'at', date_format(utc_timestamp(6), '%Y-%m-%dT%H:%i:%s.%fZ'), 'attempt', d.attempts + 1, \
            'error', convert(unhex(j.reason) using utf8mb4)))), \
        d.attempts = d.attempts + 1, d.state = j.state, d.cause = j.cause, d.reason = convert(unhex(j.reason) using utf8mb4), \
@@ -441,7 +405,7 @@ async fn divert(connection: &mut Bounded<MySql>, diverted: &[(i64, Diversion)]) 
 
 async fn change(connection: &mut Bounded<MySql>, changed: &[(i64, Diversion)]) -> Result<(), StoreError> {
     if !changed.is_empty() {
-        sqlx::query(CHANGE).bind(diversion_list(changed)).bind(HISTORY_MAX).run(connection).await?;
+        sqlx::query(CHANGE).bind(diversion_list(changed)).run(connection).await?;
     }
     Ok(())
 }

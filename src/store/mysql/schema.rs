@@ -16,21 +16,21 @@ use super::{MySqlStore, number};
 use crate::error::StoreError;
 use crate::observe::Finding;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::schema::{AppliedMigration, History, MigrationText, Schema, SchemaState};
+use crate::store::schema::{AppliedMigration, History, Migration, Schema, SchemaState};
 
-const MIGRATIONS: &[MigrationText] = &[
-    MigrationText::breaking(1, "tables", include_str!("../../../migrations/mysql/0001_tables.sql")),
-    MigrationText::breaking(
+const MIGRATIONS: &[Migration] = &[
+    Migration::breaking(1, "tables", include_str!("../../../migrations/mysql/0001_tables.sql")),
+    Migration::breaking(
         2,
         "the procedure oncebox_enqueue_p",
         include_str!("../../../migrations/mysql/0002_procedure.sql"),
     ),
-    MigrationText::breaking(
+    Migration::breaking(
         3,
         "the function oncebox_enqueue, where the server allows it",
         include_str!("../../../migrations/mysql/0003_function.sql"),
     ),
-    MigrationText::breaking(4, "operations", include_str!("../../../migrations/mysql/0004_operations.sql")),
+    Migration::breaking(4, "operations", include_str!("../../../migrations/mysql/0004_operations.sql")),
 ];
 
 /// The migration that makes the procedure.
@@ -47,8 +47,8 @@ const LOCK_SECONDS: i64 = 60;
 
 #[async_trait]
 impl Schema for MySqlStore {
-    fn migrations() -> &'static [MigrationText] {
-        MIGRATIONS
+    fn script() -> String {
+        MIGRATIONS.iter().map(|one| format!("-- {} {}\n{}\n", one.version, one.description, one.sql)).collect()
     }
 
     async fn schema(&self) -> Result<SchemaState, StoreError> {

@@ -4,7 +4,6 @@ use chrono::{DateTime, NaiveDateTime, Utc};
 use futures_util::future::BoxFuture;
 use sqlx::mysql::{MySqlArguments, MySqlRow};
 use sqlx::{MySql, query};
-use uuid::Uuid;
 
 use super::message::{arrived_from_json, arrived_to_json};
 use super::{MySqlStore, START};
@@ -12,6 +11,7 @@ use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::{Row, Rows, Session, SqlStore, Statement, Transaction, Value, boxed};
 use crate::store::statements::Dialect;
+use crate::time::db_time::micros_of;
 
 impl Row for MySqlRow {
     fn column_name(&self, at: usize) -> &str {
@@ -24,8 +24,7 @@ impl Row for MySqlRow {
             return Ok(self.try_get(at)?);
         }
         let number: Option<u64> = self.try_get(at)?;
-        let row: &dyn Row = self;
-        let wrong = |number: u64| row.wrong(at, format!("{number} is out of range"));
+        let wrong = |number: u64| self.wrong(at, &format!("{number} is out of range"));
         number.map(|number| i64::try_from(number).map_err(|_| wrong(number))).transpose()
     }
 
@@ -37,11 +36,6 @@ impl Row for MySqlRow {
 
     fn get_bytes(&self, at: usize) -> Result<Option<Vec<u8>>, StoreError> {
         Ok(sqlx::Row::try_get(self, at)?)
-    }
-
-    fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError> {
-        let id = |bytes: Vec<u8>| Ok(Uuid::from_bytes(super::sixteen(self.column_name(at), &bytes)?));
-        self.get_bytes(at)?.map(id).transpose()
     }
 
     fn get_time(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
@@ -61,16 +55,16 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, MySql, MyS
         Value::Bool(value) => query.bind(*value),
         Value::Int(value) => query.bind(*value),
         Value::Text(value) => query.bind(value.clone()),
-        Value::Id(value) => query.bind(*value),
+        Value::Id(value) | Value::RowId(value) => query.bind(*value),
         Value::Bytes(value) => query.bind(value.clone()),
         Value::Time(value) | Value::SentAt(value) => query.bind(value.map(|time| time.naive_utc())),
-        Value::Foreign(value) => query.bind(value.clone().map(String::into_bytes)),
+        Value::Foreign(value) | Value::Name(value) => query.bind(value.clone().map(String::into_bytes)),
         Value::Headers(headers) => query.bind(arrived_to_json(headers)),
         Value::Foreigns(list) => {
             let list = list.iter().cloned().map(String::into_bytes).collect();
             query.bind(Value::ManyBytes(list).as_json_list())
         }
-        Value::Span(value) => query.bind(value.map(super::micros)),
+        Value::Span(value) => query.bind(value.map(micros_of)),
         list @ (Value::Ints(_) | Value::Ids(_) | Value::ManyBytes(_) | Value::Texts(_)) => {
             query.bind(list.as_json_list())
         }
@@ -96,20 +90,6 @@ impl Session for sqlx::MySqlConnection {
 
     fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
         Box::pin(async move { Ok(bound(&statement)?.execute(self).await?.rows_affected()) })
-    }
-}
-
-impl Transaction for Bounded<MySql> {
-    fn session(&mut self) -> &mut dyn Session {
-        self
-    }
-
-    fn commit(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
-        Box::pin(async move { Self::commit(&mut self).await })
-    }
-
-    fn rollback(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
-        Box::pin(async move { Ok(Self::rollback(&mut self).await?) })
     }
 }
 

@@ -27,7 +27,7 @@ use sqlx::{Arguments, AssertSqlSafe, MySql, MySqlConnection, QueryBuilder};
 use super::{MySqlStore, number, without_transactions};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements, names, set_if_read, written};
+use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements, names, set_if_read, split, written};
 
 /// The most digits of a DECIMAL, and the most of them after the point.
 const DIGITS_MAX: usize = 65;
@@ -109,19 +109,20 @@ impl Statements for MySqlStore {
         Dialect::MySql
     }
 
-    async fn prepare(&self, pieces: &[Piece]) -> Result<MySqlStatement, StoreError> {
-        let plain: Arc<str> = written(pieces, |_, _| "?").into();
+    async fn prepare(&self, sql: &str) -> Result<MySqlStatement, StoreError> {
+        let pieces = split(sql, Dialect::MySql);
+        let plain: Arc<str> = written(&pieces, |_, _| "?").into();
         let mut connection = self.pool.acquire().await?;
         connection.prepare(AssertSqlSafe(Arc::clone(&plain))).await?;
         refuse_tables_without_transactions(&mut connection, &plain).await?;
-        Ok(MySqlStatement { plain, pieces: pieces.to_vec() })
+        Ok(MySqlStatement { plain, pieces })
     }
 
     async fn execute(
         connection: &mut MySqlConnection,
         statement: &MySqlStatement,
         values: &BTreeMap<String, SqlValue>,
-    ) -> Result<u64, StoreError> {
+    ) -> Result<(), StoreError> {
         let mut arguments = MySqlArguments::default();
         bind(&mut arguments, &statement.pieces, values)?;
         let is_cast = |name: &String| place(values.get(name)) != "?";
@@ -130,7 +131,8 @@ impl Statements for MySqlStore {
         } else {
             Arc::clone(&statement.plain)
         };
-        Ok(sqlx::query_with(AssertSqlSafe(sql), arguments).execute(connection).await?.rows_affected())
+        sqlx::query_with(AssertSqlSafe(sql), arguments).execute(connection).await?;
+        Ok(())
     }
 
     async fn prepare_set(&self, statements: &[MySqlStatement]) -> Result<Option<MySqlSet>, StoreError> {

@@ -12,9 +12,7 @@ mod tx;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use sqlx::postgres::PgArguments;
 use sqlx::{PgConnection, Postgres};
-use uuid::Uuid;
 
 pub(super) use self::finish::{Within, finish};
 pub(super) use self::tx::{Held, staked};
@@ -27,24 +25,8 @@ use crate::operation::port::{
 };
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode};
-use crate::store::bounded::{Ask, Bounded};
+use crate::store::bounded::Bounded;
 use crate::store::sql::records::{self, KeyStore, OutcomeTransaction};
-
-/// Inserts a claim in the given state, in a transaction of its own.
-macro_rules! insert {
-    ($state:literal) => {
-        concat!(
-            "insert into oncebox.idempotency_request (key_digest, tenant, operation, key, principal, fingerprint, mode, operation_id, \
-               state, owner, lease_until, lease_seconds) \
-             values ($1, $2, $3, $4, $5, $6, $7, $8, '",
-            $state,
-            "', $9, clock_timestamp() + $10 * interval '1 second', $10) on conflict do nothing"
-        )
-    };
-}
-
-const INSERT: &str = insert!("IN_PROGRESS");
-const INSERT_UNKNOWN: &str = insert!("UNKNOWN_REQUIRES_RECOVERY");
 
 /// Looks the key up, tries the lock and inserts, in one statement. CASE keeps this order (O15):
 /// where a record is seen, no lock is taken; where the lock is not free, no insert begins that
@@ -52,10 +34,11 @@ const INSERT_UNKNOWN: &str = insert!("UNKNOWN_REQUIRES_RECOVERY");
 ///
 /// The transaction owns the claim, so the claim has no lease. Only defaults are volatile, which
 /// saves the plan a projection.
-const CLAIM: &str = "insert into oncebox.idempotency_request (key_digest, tenant, operation, key, principal, fingerprint, mode, operation_id, state) \
-     select $1, $2, $3, $4, $5, $6, $7, $8, 'IN_PROGRESS' \
-      where case when exists (select from oncebox.idempotency_request r where r.key_digest = $1) then false \
-                 else pg_try_advisory_xact_lock($9) end \
+const CLAIM: &str = "insert into oncebox.idempotency_request (key_digest, tenant, operation, key, principal, fingerprint, mode, \
+       operation_id, state) \
+     select :digest, :tenant, :name, :key, :principal, :fingerprint, :mode, :operation, 'IN_PROGRESS' \
+      where case when exists (select from oncebox.idempotency_request r where r.key_digest = :digest) then false \
+                 else pg_try_advisory_xact_lock(:lock) end \
      on conflict do nothing returning pg_current_xact_id()::text";
 
 #[async_trait]
@@ -74,11 +57,6 @@ impl OutcomeTransaction for Bounded<Postgres> {
 impl KeyStore for PostgresStore {
     async fn ping(&self) -> Result<(), StoreError> {
         Ok(self.pool.sign_of_life().await?)
-    }
-
-    async fn insert_claim(&self, claim: &KeyClaim, owned: &Owned) -> Result<bool, StoreError> {
-        let insert = insert(INSERT, claim, owned).bind(owned.owner).bind(claim.lease.as_secs_f64());
-        Ok(insert.run(&self.pool).await?.rows_affected() == 1)
     }
 
     async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError> {
@@ -136,9 +114,7 @@ impl Operations for PostgresStore {
     }
 
     async fn insert_unknown(&self, claim: &KeyClaim) -> Result<Fenced, StoreError> {
-        let owned = claim.owned(Basis::New);
-        let done = insert(INSERT_UNKNOWN, claim, &owned).bind(None::<Uuid>).bind(None::<f64>).run(&self.pool).await?;
-        Ok(Fenced::rows(done.rows_affected()))
+        records::insert_unknown(self, claim).await
     }
 
     async fn begin_operation(
@@ -155,20 +131,4 @@ impl Operations for PostgresStore {
         claim.requires(&[Mode::Transactional])?;
         Ok(tx::begin_unseen(self, claim).await?.map(|tx| Box::new(tx) as Box<dyn OperationTx>))
     }
-}
-
-type Query<'q> = sqlx::query::Query<'q, sqlx::Postgres, PgArguments>;
-
-/// Binds the values that every claim has. The caller may bind more.
-fn insert<'q>(statement: &'static str, claim: &'q KeyClaim, owned: &Owned) -> Query<'q> {
-    let identity = &claim.identity;
-    sqlx::query(statement)
-        .bind(identity.digest().to_vec())
-        .bind(identity.tenant().as_bytes())
-        .bind(identity.operation().as_str().as_bytes())
-        .bind(identity.key().as_str().as_bytes())
-        .bind(claim.principal.to_string())
-        .bind(claim.fingerprint.to_string())
-        .bind(claim.mode.as_str())
-        .bind(owned.operation_id)
 }

@@ -16,8 +16,8 @@ use crate::operation::port::phases::{Driven, Run};
 use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Owned, RecordFence, RunOutcome};
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::Session;
 use crate::store::sql::phases::{HeldPhase, PhaseStore};
+use crate::store::sql::{Session, Transaction};
 
 /// A transaction that is about to end usually ends within this time. Another one may never end, and
 /// must not occupy a connection until then.
@@ -120,11 +120,7 @@ impl HeldPhase for PostgresPhase {
         finish(&mut self.held.tx, record, outcome, retention, within).await
     }
 
-    async fn commit(mut self: Box<Self>) -> Result<(), StoreError> {
-        self.held.tx.commit().await
-    }
-
-    async fn rollback(mut self: Box<Self>) -> Result<(), StoreError> {
-        Ok(self.held.tx.rollback().await?)
+    fn into_transaction(self: Box<Self>) -> Box<dyn Transaction> {
+        Box::new(self.held.tx)
     }
 }

@@ -11,26 +11,26 @@ use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::observe::Finding;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::schema::{AppliedMigration, History, MigrationText, Schema, SchemaState, checksum};
+use crate::store::schema::{AppliedMigration, History, Migration, Schema, SchemaState, checksum};
 use crate::text::hex::hex;
 
-const MIGRATIONS: [MigrationText; 4] = [
-    MigrationText::breaking(
+const MIGRATIONS: [Migration; 4] = [
+    Migration::breaking(
         1,
         "outbox, shards, dead and held rows, partitions",
         include_str!("../../../migrations/postgres/0001_outbox.sql"),
     ),
-    MigrationText::breaking(
+    Migration::breaking(
         2,
         "doors of the outbox and their limits",
         include_str!("../../../migrations/postgres/0002_doors.sql"),
     ),
-    MigrationText::breaking(
+    Migration::breaking(
         3,
         "inbox, waiting messages, e-mails, audit",
         include_str!("../../../migrations/postgres/0003_inbox.sql"),
     ),
-    MigrationText::breaking(
+    Migration::breaking(
         4,
         "operations: idempotency records, bodies, phases",
         include_str!("../../../migrations/postgres/0004_operations.sql"),
@@ -63,10 +63,6 @@ comment on index oncebox.migration_pkey is 'serves migrate up and migrate status
 
 #[async_trait]
 impl Schema for PostgresStore {
-    fn migrations() -> &'static [MigrationText] {
-        &MIGRATIONS
-    }
-
     fn script() -> String {
         let texts = MIGRATIONS.iter().map(|one| format!("\n-- {} {}\n{}\n", one.version, one.description, text(one)));
         std::iter::once(MIGRATION_TABLE.to_owned()).chain(texts).collect()
@@ -115,7 +111,7 @@ impl Schema for PostgresStore {
 /// A migration and its row as one text in one transaction, so that never only half of it is
 /// applied. With the search path of the session, functions of the migration could be bound for ever
 /// to an operator that somebody else made in `public`. Limits are changed at `read committed` only.
-fn text(migration: &MigrationText) -> String {
+fn text(migration: &Migration) -> String {
     let hex = hex(&checksum(migration));
     format!(
         "begin isolation level read committed;\nset local search_path = pg_catalog, pg_temp;\n{}\ninsert into oncebox.migration (version, description, checksum, serves_from) values ({}, '{}', '\\x{hex}', {});\ncommit;",

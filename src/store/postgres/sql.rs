@@ -69,8 +69,8 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, Postgres, 
     Ok(values.into_iter().fold(empty, |query, value| match value {
         Value::Bool(value) => query.bind(*value),
         Value::Int(value) => query.bind(*value),
-        Value::Text(value) => query.bind(value.clone()),
-        Value::Id(value) => query.bind(*value),
+        Value::Text(value) | Value::Name(value) => query.bind(value.clone()),
+        Value::Id(value) | Value::RowId(value) => query.bind(*value),
         Value::Bytes(value) => query.bind(value.clone()),
         Value::Time(value) | Value::SentAt(value) => query.bind(*value),
         Value::Foreign(value) => query.bind(value.as_deref().map(stored)),
@@ -97,20 +97,6 @@ impl Session for Bounded<Postgres> {
 
     fn run(&mut self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
         Box::pin(async move { Ok(bound(&statement)?.run(self).await?.rows_affected()) })
-    }
-}
-
-impl Transaction for Bounded<Postgres> {
-    fn session(&mut self) -> &mut dyn Session {
-        self
-    }
-
-    fn commit(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
-        Box::pin(async move { Self::commit(&mut self).await })
-    }
-
-    fn rollback(mut self: Box<Self>) -> BoxFuture<'static, Result<(), StoreError>> {
-        Box::pin(async move { Ok(Self::rollback(&mut self).await?) })
     }
 }
 

@@ -21,7 +21,7 @@ use crate::error::StoreError;
 use crate::message::wire;
 use crate::store::bounded::Ask;
 use crate::store::statements::{
-    Dialect, Piece, SetError, SqlValue, Statements, first_word, names, set_if_read, written,
+    Dialect, Piece, SetError, SqlValue, Statements, first_word, names, set_if_read, split, written,
 };
 use crate::text::hex::hex;
 
@@ -57,10 +57,11 @@ impl Statements for PostgresStore {
         Dialect::Postgres
     }
 
-    async fn prepare(&self, pieces: &[Piece]) -> Result<PostgresStatement, StoreError> {
+    async fn prepare(&self, sql: &str) -> Result<PostgresStatement, StoreError> {
+        let pieces = split(sql, Dialect::Postgres);
         // A dedicated connection: its prepared statements end with it, and nobody else gets them.
         let mut connection = self.pool.dedicated().await?;
-        let plain = written(pieces, |number, _| format!("${number}"));
+        let plain = written(&pieces, |number, _| format!("${number}"));
         let prepared = connection.prepare(AssertSqlSafe(plain)).await?;
         let returns_rows = !prepared.columns().is_empty();
         let oids: Vec<_> = match prepared.parameters() {
@@ -76,27 +77,27 @@ impl Statements for PostgresStore {
             types.push(name);
         }
         let type_of = |number: usize| types.get(number - 1).map_or("text", String::as_str);
-        let sql = written(pieces, |number, _| format!("(${number}::text::{})", type_of(number)));
+        let sql = written(&pieces, |number, _| format!("(${number}::text::{})", type_of(number)));
         // The casts could change which operator is chosen, so the server checks the final text too.
         connection.prepare(AssertSqlSafe(sql.clone())).await?;
-        let names = names(pieces).cloned().enumerate();
+        let names = names(&pieces).cloned().enumerate();
         let parameters: Vec<_> = names.map(|(index, name)| (name, type_of(index + 1) == "bytea")).collect();
         let types = (1..=parameters.len()).map(|number| type_of(number).to_owned()).collect();
-        let (sql, pieces) = (String::leak(sql), pieces.to_vec());
-        Ok(PostgresStatement { sql, parameters, pieces, types, returns_rows })
+        Ok(PostgresStatement { sql: String::leak(sql), parameters, pieces, types, returns_rows })
     }
 
     async fn execute(
         connection: &mut PgConnection,
         statement: &PostgresStatement,
         values: &BTreeMap<String, SqlValue>,
-    ) -> Result<u64, StoreError> {
+    ) -> Result<(), StoreError> {
         let mut arguments = PgArguments::default();
         for (name, wants_bytes) in &statement.parameters {
             let value = values.get(name).map_or(Ok(None), |value| text_of(name, value, *wants_bytes))?;
             arguments.add(value).map_err(|error| StoreError::Corrupt(error.to_string()))?;
         }
-        Ok(sqlx::query_with(statement.sql, arguments).execute(connection).await?.rows_affected())
+        sqlx::query_with(statement.sql, arguments).execute(connection).await?;
+        Ok(())
     }
 
     async fn prepare_set(&self, statements: &[PostgresStatement]) -> Result<Option<PostgresSet>, StoreError> {

@@ -3,58 +3,13 @@
 //! Guarantees: a connection that failed, or did not answer in time, is never used again. The next
 //! call makes a new one and checks its server again, which may be another one (failover, DNS).
 
-use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, FromRedisValue, RedisError, Script, TlsCertificates};
-use tokio::sync::Mutex;
 
+use super::{RedisKeys, RedisOptions};
 use crate::error::{StoreError, redact};
-
-/// How to reach Redis, and the prefix of its keys.
-#[derive(Clone)]
-pub struct RedisOptions {
-    /// `redis://[user:password@]host:port[/database]`, `rediss://` for TLS, whose certificate is
-    /// always verified.
-    pub url: String,
-    /// A PEM file of certificate authorities to trust instead of the system's.
-    pub ca_file: Option<PathBuf>,
-    /// The prefix of every key. Another prefix is another store. Default `oncebox`.
-    pub prefix: String,
-    /// How long the server may take to answer. Default 2 s.
-    pub answer_timeout: Duration,
-}
-
-impl RedisOptions {
-    /// Options with defaults for this URL.
-    #[must_use]
-    pub fn new(url: impl Into<String>) -> Self {
-        let (url, prefix) = (url.into(), "oncebox".to_owned());
-        Self { url, ca_file: None, prefix, answer_timeout: Duration::from_secs(2) }
-    }
-}
-
-impl std::fmt::Debug for RedisOptions {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "RedisOptions({}, {})", redact(&self.url), self.prefix)
-    }
-}
-
-/// Idempotency records in Redis. Clones share the connection.
-#[derive(Clone)]
-pub struct RedisKeys {
-    client: Client,
-    pub(super) options: Arc<RedisOptions>,
-    connection: Arc<Mutex<Option<MultiplexedConnection>>>,
-}
-
-impl std::fmt::Debug for RedisKeys {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "RedisKeys({:?})", self.options)
-    }
-}
 
 impl RedisKeys {
     /// Connects, and refuses a server that may lose keys while it runs.

@@ -11,7 +11,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use super::connect::RedisKeys;
+use super::RedisKeys;
 use super::scripts;
 use crate::error::StoreError;
 use crate::operation::port::evidence::{NewEvidence, StoredEvidence};

@@ -2,7 +2,7 @@
 
 use uuid::Uuid;
 
-use super::{Row, Session, Value, id, name, sql};
+use super::{Row, Session, Value, foreign, name, sql};
 use crate::error::StoreError;
 use crate::operator::{ActContext, AuditEntry};
 use crate::store::statements::Dialect;
@@ -15,17 +15,16 @@ select at, actor, act, reason, {pg: topic}{my lite: place}, number, \
 const WRITE: &str = "\
 insert into oncebox.audit (actor, act, reason, number, message_id, \
        {pg: topic, detail}{my lite: place, at, new_id, detail}) \
-values (:actor, :act, :reason, :number, :message_id, :place, \
-       {pg: :detail::jsonb}{my lite: {now}, :new_id, :detail})";
+values (:actor, :act, :reason, :number, :message_id, \
+       {pg: {if topic: :topic}{unless topic: :place}, :document::jsonb}{my lite: :place, {now}, :new_id, :detail})";
 
 /// The audit rows, newest first.
 pub(super) async fn read(
     session: &mut dyn Session,
-    dialect: Dialect,
     of: Option<Uuid>,
     limit: usize,
 ) -> Result<Vec<AuditEntry>, StoreError> {
-    let rows = session.rows(sql(READ).bind("id", id(dialect, of)).bind("limit", limit)).await?;
+    let rows = session.rows(sql(READ).bind("id", Value::RowId(of)).bind("limit", limit)).await?;
     let entry = |row: &dyn Row| {
         Ok(AuditEntry {
             at: row.get(0)?,
@@ -43,9 +42,10 @@ pub(super) async fn read(
 
 pub(super) struct Act<'a> {
     pub(super) name: &'static str,
-    /// What the act was on: `outbox`, a consumer or an operation. On PostgreSQL an act on a message
-    /// has its topic here.
+    /// What the act was on: `outbox`, a consumer or an operation.
     pub(super) place: Value,
+    /// The topic of a message, which PostgreSQL keeps instead of the place.
+    pub(super) topic: Option<&'a str>,
     pub(super) number: &'a str,
     pub(super) message_id: Uuid,
     pub(super) new_id: Option<Uuid>,
@@ -55,22 +55,18 @@ pub(super) struct Act<'a> {
     pub(super) document: serde_json::Value,
 }
 
-pub(super) async fn write(
-    session: &mut dyn Session,
-    dialect: Dialect,
-    act: Act<'_>,
-    context: &ActContext,
-) -> Result<(), StoreError> {
-    let detail = if dialect == Dialect::Postgres { act.document.to_string() } else { act.detail };
+pub(super) async fn write(session: &mut dyn Session, act: Act<'_>, context: &ActContext) -> Result<(), StoreError> {
     let write = sql(WRITE)
         .bind("actor", &context.actor)
         .bind("act", act.name)
         .bind("reason", &context.reason)
         .bind("place", act.place)
+        .bind("topic", act.topic.map_or(Value::Foreign(None), foreign))
         .bind("number", act.number)
-        .bind("message_id", id(dialect, act.message_id))
-        .bind("new_id", id(dialect, act.new_id))
-        .bind("detail", detail);
+        .bind("message_id", Value::RowId(Some(act.message_id)))
+        .bind("new_id", Value::RowId(act.new_id))
+        .bind("detail", act.detail)
+        .bind("document", act.document.to_string());
     session.run(write).await.map(drop)
 }
 
@@ -85,12 +81,13 @@ pub(in crate::store) async fn mended(
     let (place, number) = if is_postgres { ("", "outbox_position_seq") } else { ("outbox", "position") };
     let act = Act {
         name: "mend-sequence",
-        place: name(dialect, place),
+        place: name(place),
+        topic: None,
         number,
         message_id: Uuid::nil(),
         new_id: None,
         detail: mended.to_owned(),
         document: serde_json::json!({ "mended": mended }),
     };
-    write(session, dialect, act, context).await
+    write(session, act, context).await
 }

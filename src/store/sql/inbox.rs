@@ -27,23 +27,20 @@ use crate::inbox::rules::position::Position;
 use crate::message::MessageId;
 use crate::time::db_time::DbTime;
 
-/// The part of the inbox that each database implements itself, under the promises of [`Inbox`].
+/// The part of [`Inbox`] that each database implements itself: `begin_batch` is its `begin`, and so
+/// on.
 #[async_trait]
 pub(in crate::store) trait OwnInbox: SqlStore + Debug {
     /// Whether the purge finds ids that carry a time by the key. Otherwise it finds all ids by
     /// their time of receipt.
     const PURGES_BY_KEY: bool;
 
-    /// Keeps the promises of [`Inbox::begin`].
     async fn begin_batch(&self, consumer: ConsumerId) -> Result<Box<dyn InboxTx>, StoreError>;
 
-    /// Keeps the promises of [`Inbox::known`].
     async fn known_ids(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError>;
 
-    /// Keeps the promises of [`Inbox::is_contested`].
     async fn are_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError>;
 
-    /// Keeps the promises of [`Inbox::bounds`].
     async fn bounds_now(&self, consumer: ConsumerId) -> Result<Bounds, StoreError>;
 
     /// Makes the partitions that inbox rows will need, where the database has partitions.
@@ -76,28 +73,6 @@ pub(in crate::store) const STORED: &str = "\
         {if all: union all select 1 from oncebox.waiting where consumer_id = :consumer and state = 'waiting'}) s} \
  limit 1 offset :skipped";
 
-/// The table of the rows `a` of the messages `:ids`; on MySQL joined with the list of ids.
-macro_rules! rows {
-    () => {
-        "{my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) j straight_join oncebox.attempt a force index (primary) \
-           on a.consumer_id = :consumer and a.message_id = unhex(j.id)}{pg lite: oncebox.attempt as a}"
-    };
-}
-
-/// Which rows of `rows!` are of the messages `:ids`. On MySQL the join has found only these.
-macro_rules! are_meant {
-    () => {
-        "{my: true}{pg lite: a.consumer_id = :consumer and a.message_id {in ids :ids}}"
-    };
-}
-
-/// Behind FROM: the rows `a` of the messages `:ids`; further conditions follow.
-macro_rules! of_ids {
-    () => {
-        concat!(rows!(), " where ", are_meant!())
-    };
-}
-
 const COUNT: &str = "insert into oncebox.attempt (consumer_id, message_id, attempts, history, updated_at) \
     values (:consumer, :id, :counts, '[]', {clock}) \
     {or update consumer_id, message_id} \
@@ -115,31 +90,28 @@ const COUNT_FIRST: &str = "insert into oncebox.attempt (consumer_id, message_id,
     {or update consumer_id, message_id} \
     attempts = {greatest}(oncebox.attempt.attempts, 1)";
 
-const TAKE_BACK: &str = concat!(
-    "{pg: /* planned anew */ }update ",
-    rows!(),
-    " set attempts = a.attempts - 1, updated_at = {clock} where ",
-    are_meant!(),
-    " and a.attempts > 0"
-);
+const TAKE_BACK: &str = "{pg: /* planned anew */ }update \
+    {my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) j straight_join oncebox.attempt a force index (primary) \
+      on a.consumer_id = :consumer and a.message_id = unhex(j.id)}{pg lite: oncebox.attempt as a} \
+    set attempts = a.attempts - 1, updated_at = {clock} \
+    where {pg lite: a.consumer_id = :consumer and a.message_id {in ids :ids} and} a.attempts > 0";
 
 /// Deletes rows without a counted try and without an error. Otherwise only the success of a counted
 /// try would delete them.
-const FORGET_EMPTY: &str = concat!(
-    "{pg: /* planned anew */ }delete {my: a} from ",
-    of_ids!(),
-    " and a.attempts = 0 and {pg lite: a.history = '[]'}{my: json_length(a.history) = 0}"
-);
+const FORGET_EMPTY: &str = "{pg: /* planned anew */ }delete {my: a} from \
+    {each attempt a ids message_id :ids primary} and a.consumer_id = :consumer \
+    and a.attempts = 0 and {pg lite: a.history = '[]'}{my: json_length(a.history) = 0}";
 
-const COUNTED_OF: &str =
-    concat!("{pg: /* planned anew */ }select a.message_id, a.attempts from ", of_ids!(), " and a.attempts > 0");
+const COUNTED_OF: &str = "{pg: /* planned anew */ }select a.message_id, a.attempts from \
+    {each attempt a ids message_id :ids primary} and a.consumer_id = :consumer and a.attempts > 0";
 
 const HANDLED: &str = "{pg: /* planned anew */ }select a.message_id from oncebox.attempt a {my: straight_join}{pg lite: join} oncebox.inbox i \
       {my: force index (primary)} on i.consumer_id = a.consumer_id and i.message_id = a.message_id \
     where a.consumer_id = :consumer limit :most";
 
 /// Deletes exact rows: a range would wait for a transaction that is counting a try.
-const FORGET: &str = concat!("{pg: /* planned anew */ }delete {my: a} from ", of_ids!());
+const FORGET: &str = "{pg: /* planned anew */ }delete {my: a} from \
+    {each attempt a ids message_id :ids primary} and a.consumer_id = :consumer";
 
 /// Inserts the row, closed and without an owner, if it is not there. Of two processes the second
 /// waits here for the first, and then reads what that wrote.

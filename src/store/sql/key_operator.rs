@@ -21,7 +21,6 @@ use crate::operator::keys::{
     Audit, FoundKeys, FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, judged,
     judgement, nothing_known, overruled, readable,
 };
-use crate::store::statements::Dialect;
 use crate::text::hex::hex;
 use crate::time::db_time::DbTime;
 
@@ -134,7 +133,7 @@ impl<S: KeyStore + Phases> KeyOperator for S {
             // Its record is gone, so no purge would delete its rows later.
             None => forget(session, operation_id, false).await?,
         }
-        end(transaction, self.dialect(), Fenced::Done, judged(operation_id, seen.as_ref()), context).await.map(drop)
+        end(transaction, Fenced::Done, judged(operation_id, seen.as_ref()), context).await.map(drop)
     }
 
     async fn live_versions(&self) -> Result<Vec<Announced>, StoreError> {
@@ -165,7 +164,7 @@ impl<S: KeyStore + Phases> KeyOperator for S {
                 transaction.finish_record(&fence, outcome, retention).await?
             }
         };
-        end(transaction, self.dialect(), fenced, change.audit(seen), context).await
+        end(transaction, fenced, change.audit(seen), context).await
     }
 
     async fn change_operation(
@@ -176,7 +175,7 @@ impl<S: KeyStore + Phases> KeyOperator for S {
     ) -> Result<Fenced, StoreError> {
         let mut transaction = self.begin_outcome().await?;
         let fenced = change_operation(&mut *transaction, seen, change).await?;
-        end(transaction, self.dialect(), fenced, change.audit(seen), context).await
+        end(transaction, fenced, change.audit(seen), context).await
     }
 }
 
@@ -238,7 +237,6 @@ async fn change_operation(
 /// change.
 async fn end(
     mut transaction: Box<dyn Transaction>,
-    dialect: Dialect,
     fenced: Fenced,
     audit: Audit<'_>,
     context: &ActContext,
@@ -247,13 +245,14 @@ async fn end(
     let act = Act {
         name: audit.act,
         place: audit.place.into(),
+        topic: None,
         number: &number,
         message_id: audit.operation_id,
         new_id: None,
         document: serde_json::json!({ "was": audit.detail }),
         detail: audit.detail,
     };
-    super::audit::write(transaction.session(), dialect, act, context).await?;
+    super::audit::write(transaction.session(), act, context).await?;
     if context.dry_run || fenced != Fenced::Done {
         transaction.rollback().await?;
     } else {

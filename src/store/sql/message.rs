@@ -53,9 +53,7 @@ pub(in crate::store) fn message_of(row: &dyn Row, first: usize) -> Result<Messag
 }
 
 const HISTORIES: &str = "select a.message_id, a.history{pg: ::text} from \
-    {my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) j straight_join oncebox.attempt a force index (primary) \
-      on a.consumer_id = :consumer and a.message_id = unhex(j.id)}\
-    {pg lite: oncebox.attempt a where a.consumer_id = :consumer and a.message_id {in ids :ids}}";
+    {each attempt a ids message_id :ids primary} and a.consumer_id = :consumer";
 
 /// On MySQL a row that does not order its key has no lane id. A dead copy that is there already
 /// stays. A number that the server gave and that is taken is an error: nothing else would store the

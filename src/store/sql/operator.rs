@@ -67,7 +67,7 @@ impl<S: OperatorSql> Operator for S {
     }
 
     async fn audit(&self, id: Option<Uuid>, limit: usize) -> Result<Vec<AuditEntry>, StoreError> {
-        audit::read(&mut *self.reader().await?, self.dialect(), id, limit).await
+        audit::read(&mut *self.reader().await?, id, limit).await
     }
 
     async fn forget_consumer(&self, name: &str, context: &ActContext) -> Result<Forgotten, StoreError> {
@@ -75,16 +75,16 @@ impl<S: OperatorSql> Operator for S {
     }
 
     async fn dead(&self, filter: &DeadFilter) -> Result<Vec<DeadMessage>, StoreError> {
-        let found = list::find(&mut *self.reader().await?, self.dialect(), filter).await?;
+        let found = list::find(&mut *self.reader().await?, filter).await?;
         Ok(found.into_iter().map(|found| found.message).collect())
     }
 
     async fn dead_numbers(&self, filter: &DeadFilter) -> Result<Vec<String>, StoreError> {
-        list::numbers(&mut *self.reader().await?, self.dialect(), filter).await
+        list::numbers(&mut *self.reader().await?, filter).await
     }
 
     async fn held_topics(&self, limit: usize) -> Result<Vec<DeadMessage>, StoreError> {
-        let found = list::held_topics(&mut *self.reader().await?, self.dialect(), limit).await?;
+        let found = list::held_topics(&mut *self.reader().await?, limit).await?;
         Ok(found.into_iter().map(|found| found.message).collect())
     }
 
@@ -99,7 +99,7 @@ impl<S: OperatorSql> Operator for S {
         context: &ActContext,
     ) -> Result<OperatorOutcome, StoreError> {
         let mut transaction = self.begin_sql().await?;
-        let outcome = act::act(transaction.session(), self.dialect(), filter, act, context).await?;
+        let outcome = act::act(transaction.session(), filter, act, context).await?;
         if context.dry_run {
             transaction.rollback().await?;
         } else {

@@ -2,10 +2,13 @@
 //!
 //! Not here: the read, the checkpoint and the mark, which are each database's own.
 
-use super::{Row, Session, Statement, sql};
+use std::time::Duration;
+
+use super::{Row, Session, SqlStore, Statement, sql};
 use crate::error::StoreError;
-use crate::outbox::port::{Diversion, DivertedRow, OperatorRequest, RequestedAct};
-use crate::time::lease::Fence;
+use crate::outbox::port::{Diversion, DivertedRow, LeaseAnswer, LeaseRequest, OperatorRequest, RequestedAct};
+use crate::time::db_time::DbTime;
+use crate::time::lease::{Fence, Lease};
 
 /// The buckets of a database that has one shard only.
 #[cfg(any(feature = "mysql", feature = "sqlite"))]
@@ -23,6 +26,49 @@ const REQUESTS: &str = "\
 select position, topic, {key}, requested from oncebox.outbox_dead \
  where {pg lite: requested is not null}{my: requested in ('redrive', 'discard')} \
    {pg: and bucket between :from and :to} and position > :after order by position limit :limit";
+
+/// The row is locked by a statement of its own. On MySQL a statement that waited for a lock still
+/// uses the time at which it began, so a lease taken meanwhile would seem to end later than its
+/// full length from "now", and would count as expired (R22).
+const LOCK: &str = "select shard_id from oncebox.shard where shard_id = :shard {lock}";
+
+const LEASE: &str = "\
+select epoch, revision, scanned_to, owner, {age lease_until}, \
+       {my: cast(lease_seconds * 1000000 as signed)}{lite: lease_length * 1000} \
+  from oncebox.shard where shard_id = :shard";
+
+const TAKE: &str = "\
+update oncebox.shard set epoch = epoch + 1, revision = revision + 1, owner = :owner, \
+       {my: lease_seconds}{lite: lease_length} = {lease :length}, lease_until = {now} + {span :length} \
+ where shard_id = :shard";
+
+/// Takes the lease on MySQL and SQLite, and returns the new fence and the cursor; the answer that
+/// refuses it where another owner has the lease or there is no such shard.
+pub(in crate::store) async fn take(
+    store: &dyn SqlStore,
+    request: &LeaseRequest,
+) -> Result<Result<(Fence, i64), LeaseAnswer>, StoreError> {
+    let of = |text| sql(text).bind("shard", request.shard);
+    let mut transaction = store.begin_sql().await?;
+    let session = transaction.session();
+    if session.rows(of(LOCK)).await?.is_empty() {
+        transaction.rollback().await?;
+        return Ok(Err(LeaseAnswer::NoShard));
+    }
+    let row = session.only(of(LEASE)).await?;
+    let fence = Fence { epoch: row.get::<i64>(0)? + 1, revision: row.get::<i64>(1)? + 1 };
+    let (scanned_to, age): (i64, Option<i64>) = (row.get(2)?, row.get_opt(4)?);
+    let (now, length) = (DbTime::from_micros(0), Duration::from_micros(row.get_opt(5)?.unwrap_or(0)));
+    let lease = Lease { until: DbTime::from_micros(-age.unwrap_or(0)), length };
+    let other = row.get_opt::<String>(3)?.filter(|owner| *owner != request.owner && !lease.is_expired(now));
+    if let Some(owner) = other {
+        transaction.rollback().await?;
+        return Ok(Err(LeaseAnswer::HeldBy { owner, left: lease.remaining(now) }));
+    }
+    session.run(of(TAKE).bind("owner", &request.owner).bind("length", request.length)).await?;
+    transaction.commit().await?;
+    Ok(Ok((fence, scanned_to)))
+}
 
 const RELEASE: &str = "\
 update oncebox.shard set revision = revision + 1, owner = null, lease_until = {pg my: null, lease_seconds = null}{lite: 0} \

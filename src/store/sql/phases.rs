@@ -22,7 +22,7 @@ use self::stored::{intent_of, operation_of};
 use self::tx::SqlPhaseTx;
 pub(super) use self::tx::{fence_of, forget, same_times};
 use super::records::run_locked;
-use super::{Session, SqlStore, Statement, evidence, sql};
+use super::{Session, SqlStore, Statement, Transaction, evidence, sql};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::operation::port::evidence::NewEvidence;
@@ -81,12 +81,9 @@ pub(in crate::store) trait HeldPhase: Debug + Send {
         None
     }
 
-    /// Called when the statement that moves the operation changed no row, or failed with an error:
-    /// returns what that proves of the transaction. A database without a token learns nothing new
-    /// here: [`Self::prove`] has looked before.
-    ///
-    /// # Errors
-    /// The given error, where the transaction is still ours.
+    /// What it proves of the transaction that the statement which moves the operation changed no
+    /// row, or failed; the given error, where the transaction is still ours. A database without a
+    /// token learns nothing new here: [`Self::prove`] has looked before.
     async fn judge(&mut self, failed: Option<StoreError>) -> Result<Proof, StoreError> {
         failed.map_or(Ok(Proof::Same), Err)
     }
@@ -99,11 +96,8 @@ pub(in crate::store) trait HeldPhase: Debug + Send {
         retention: &Retention,
     ) -> Result<Fenced, StoreError>;
 
-    /// Commits, as [`PhaseTx::commit`] says.
-    async fn commit(self: Box<Self>) -> Result<(), StoreError>;
-
-    /// Rolls back, as [`PhaseTx::rollback`] says.
-    async fn rollback(self: Box<Self>) -> Result<(), StoreError>;
+    /// The transaction, to end it.
+    fn into_transaction(self: Box<Self>) -> Box<dyn Transaction>;
 }
 
 /// An operation with its columns in the order of [`operation_of`].

@@ -4,8 +4,8 @@
 //! So the change sees everything that was committed until then, and the current time. Every change
 //! compares the epoch that was read before (O4).
 //!
-//! Not here: the claim of a new key, which each database has in its own words ([`KeyStore`]); the
-//! outcome (`outcome`, and in the folder of PostgreSQL); the purge (`expiry`).
+//! Not here: the transaction of a claim and, on PostgreSQL, its statement; the outcome (`outcome`,
+//! and in the folder of PostgreSQL); the purge (`expiry`).
 
 use std::time::Duration;
 
@@ -128,6 +128,15 @@ const STATS: &str = "{pg: /* planned anew */ }select count(case when r.state = '
     {micros min(case when r.state = 'IN_PROGRESS' then r.{my: open_since}{pg lite: created_at} end)}, {micros {now}}, \
     count(case when r.state = 'UNKNOWN_REQUIRES_RECOVERY' then 1 end) from {piece requests} where {piece open}";
 
+/// Claims a key that has no record; on MySQL a record that is there is an error. With `:at_once` it
+/// does not wait for a lock on MariaDB, and at most as long as its session is set on MySQL (O17).
+const INSERT: &str = "{if at_once: {my: /*M! set statement innodb_lock_wait_timeout = 0 for */ }}\
+    insert into oncebox.idempotency_request (key_digest, tenant, operation, {key}, principal, fingerprint, mode, state, owner, \
+      lease_until, {lease}, operation_id{my: , epoch, generation, attempts}{my lite: , created_at, updated_at}) \
+    values (:digest, :tenant, :name, :key, :principal, :fingerprint, :mode, :state, :owner, \
+      {clock} + {span :lease}, {lease :lease}, :operation{my: , 1, 1, 1}{my lite: , {clock}, {clock}}) \
+    {pg lite: on conflict do nothing}";
+
 /// Claims a record that was read before, where the condition still holds. `created_at` comes before
 /// `outcome_at`, whose former value it needs: MySQL sets from left to right. With `:lock`, on
 /// PostgreSQL, it also tries the advisory lock of the key, and returns the id of the transaction.
@@ -169,9 +178,6 @@ pub(in crate::store) trait KeyStore: SqlStore + Base {
     async fn ping(&self) -> Result<(), StoreError> {
         Ok(())
     }
-
-    /// Inserts a claim in a transaction of its own; false where the key has a record.
-    async fn insert_claim(&self, claim: &KeyClaim, owned: &Owned) -> Result<bool, StoreError>;
 
     /// A transaction of our own in which an outcome can be written.
     async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError>;
@@ -229,7 +235,7 @@ impl<S: KeyStore> Keys for S {
         claim.requires(&[Mode::Bridged, Mode::Edge])?;
         let owned = claim.owned(basis);
         let is_claimed = match renewal(claim, basis, &owned) {
-            None => self.insert_claim(claim, &owned).await?,
+            None => is_inserted(self.run_alone(insertion(claim, State::InProgress, &owned)).await)?,
             Some(renewal) => renew(self, claim, basis, renewal).await?,
         };
         Ok(if is_claimed { Claimed::Owned(owned) } else { Claimed::Refused })
@@ -326,19 +332,58 @@ pub(in crate::store) fn renewal(claim: &KeyClaim, basis: Basis<'_>, owned: &Owne
         Basis::Late(_) => renew!("state = 'FAILED_RETRYABLE' and expires_at >= {clock} "),
         Basis::Anew(_) => renew!("expires_at < {clock} "),
     };
-    let renewal = sql(text)
-        .bind("digest", &claim.identity.digest()[..])
+    let renewal = of_claim(text, claim, owned).bind("epoch", owned.epoch);
+    Some(renewal.bind("generation", owned.generation).bind("attempts", owned.attempts))
+}
+
+/// A statement with the values bound that every claim has.
+pub(in crate::store) fn of_claim(text: &'static str, claim: &KeyClaim, owned: &Owned) -> Statement {
+    let identity = &claim.identity;
+    sql(text)
+        .bind("digest", &identity.digest()[..])
+        .bind("tenant", identity.tenant().as_bytes())
+        .bind("name", identity.operation().as_str().as_bytes())
+        .bind("key", identity.key().as_str().as_bytes())
         .bind("principal", claim.principal.to_string())
         .bind("fingerprint", claim.fingerprint.to_string())
         .bind("mode", claim.mode.as_str())
-        .bind("epoch", owned.epoch)
         .bind("owner", owned.owner)
         // Without an owner the transaction itself owns the claim, and needs no lease.
         .bind("lease", owned.owner.map(|_| claim.lease))
-        .bind("generation", owned.generation)
         .bind("operation", owned.operation_id)
-        .bind("attempts", owned.attempts);
-    Some(renewal)
+}
+
+fn insertion(claim: &KeyClaim, state: State, owned: &Owned) -> Statement {
+    of_claim(INSERT, claim, owned).bind("state", state.as_str())
+}
+
+/// Whether a record was inserted; false where the key has one.
+fn is_inserted(done: Result<u64, StoreError>) -> Result<bool, StoreError> {
+    match done {
+        Err(StoreError::Other(sqlx::Error::Database(error))) if error.is_unique_violation() => Ok(false),
+        done => Ok(done? == 1),
+    }
+}
+
+/// Inserts or renews the claim of a transaction that has begun. Returns false where the key has a
+/// record, or must not be renewed.
+pub(in crate::store) async fn stake(
+    session: &mut dyn Session,
+    claim: &KeyClaim,
+    basis: Basis<'_>,
+    owned: &Owned,
+) -> Result<bool, StoreError> {
+    match renewal(claim, basis, owned) {
+        Some(renewal) => Ok(session.run(renewal).await? == 1),
+        None => is_inserted(session.run(insertion(claim, State::InProgress, owned).bind("at_once", true)).await),
+    }
+}
+
+/// Keeps the promises of [`Operations::insert_unknown`](crate::operation::port::Operations).
+pub(in crate::store) async fn insert_unknown(store: &dyn SqlStore, claim: &KeyClaim) -> Result<Fenced, StoreError> {
+    let unowned = Owned { owner: None, ..claim.owned(Basis::New) };
+    let insert = insertion(claim, State::UnknownRequiresRecovery, &unowned);
+    Ok(Fenced::rows(is_inserted(store.run_alone(insert).await)?.into()))
 }
 
 /// Renews a record in a transaction of its own; false where it has changed. The row is locked

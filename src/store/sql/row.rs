@@ -27,7 +27,10 @@ pub(in crate::store) trait Row: Debug + Send + Sync {
     }
 
     /// A column that holds a [`Value::Id`](super::Value::Id).
-    fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError>;
+    fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError> {
+        let id = |bytes: Vec<u8>| Uuid::from_slice(&bytes).map_err(|error| self.wrong(at, &error));
+        self.get_bytes(at)?.map(id).transpose()
+    }
 
     /// A column that holds a time as tables store times.
     fn get_time(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError>;
@@ -45,6 +48,11 @@ pub(in crate::store) trait Row: Debug + Send + Sync {
     /// A column that holds [`Value::Headers`](super::Value::Headers); on PostgreSQL two: names and
     /// values.
     fn get_headers(&self, at: usize) -> Result<Vec<(String, Vec<u8>)>, StoreError>;
+
+    /// The error of a column that holds something else than it must.
+    fn wrong(&self, at: usize, why: &dyn Display) -> StoreError {
+        StoreError::Corrupt(format!("column {at} (`{}`) of a row: {why}", self.column_name(at)))
+    }
 }
 
 /// The rows of an answer, as each database reads them.
@@ -60,9 +68,6 @@ pub(in crate::store) trait Column: Sized {
 
 impl dyn Row + '_ {
     /// A column that is never null.
-    ///
-    /// # Errors
-    /// [`StoreError::Corrupt`] with the column where it is null or something else.
     pub(in crate::store) fn get<T: Column>(&self, at: usize) -> Result<T, StoreError> {
         self.get_opt(at)?.ok_or_else(|| self.null(at))
     }
@@ -73,23 +78,15 @@ impl dyn Row + '_ {
     }
 
     /// A column that may be null.
-    ///
-    /// # Errors
-    /// [`StoreError::Corrupt`] with the column where it is something else.
     pub(in crate::store) fn get_opt<T: Column>(&self, at: usize) -> Result<Option<T>, StoreError> {
         T::read(self, at).map_err(|error| match error {
-            StoreError::Other(sqlx::Error::ColumnDecode { source, .. }) => self.wrong(at, source),
+            StoreError::Other(sqlx::Error::ColumnDecode { source, .. }) => self.wrong(at, &source),
             error => error,
         })
     }
 
     fn null(&self, at: usize) -> StoreError {
-        self.wrong(at, "null")
-    }
-
-    /// The error of a column that holds something else than it must.
-    pub(in crate::store) fn wrong(&self, at: usize, why: impl Display) -> StoreError {
-        StoreError::Corrupt(format!("column {at} (`{}`) of a row: {why}", self.column_name(at)))
+        self.wrong(at, &"null")
     }
 }
 
@@ -120,7 +117,7 @@ macro_rules! narrow_columns {
             impl Column for $of {
                 fn read(row: &dyn Row, at: usize) -> Result<Option<Self>, StoreError> {
                     let number = |value| {
-                        Self::try_from(value).map_err(|_| row.wrong(at, format!("{value} is out of range")))
+                        Self::try_from(value).map_err(|_| row.wrong(at, &format!("{value} is out of range")))
                     };
                     row.get_int(at)?.map(number).transpose()
                 }

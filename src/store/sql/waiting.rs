@@ -416,13 +416,23 @@ pub(in crate::store) async fn bury(
     holds: bool,
 ) -> Result<Option<Buried>, StoreError> {
     let Some(first) = leased.first() else { return Ok(None) };
-    let all = leased.len() as u64;
-    let mut dead = bury_at_their_places(session, consumer, leased, reason, error, holds).await?;
-    if dead < all {
-        let messages: Vec<&Message> = leased.iter().map(|one| &one.message).collect();
-        if refused::make_room(session, consumer, &messages).await? > 0 {
-            dead += bury_at_their_places(session, consumer, leased, reason, error, holds).await?;
+    let (all, mut dead, mut has_room) = (leased.len() as u64, 0, false);
+    loop {
+        for group in leased.chunk_by(|one, next| one.message.attempt == next.message.attempt) {
+            let attempts = group.first().map_or(0, |one| one.message.attempt);
+            let bury = sql(BURY).bind("rows", numbers(group)).bind("lease", first.lease).bind("consumer", consumer);
+            let bury = bury.bind("attempts", attempts).bind("reason", reason).bind("holds", holds);
+            dead += session.run(bury.bind("error", error_text(error))).await?;
         }
+        if dead == all || has_room {
+            break;
+        }
+        // A row that is left has a dead copy. One that was refused makes room, once.
+        let messages: Vec<&Message> = leased.iter().map(|one| &one.message).collect();
+        if refused::make_room(session, consumer, &messages).await? == 0 {
+            break;
+        }
+        has_room = true;
     }
     // What is still leased has a dead copy: one row is enough.
     let copies = all - dead;
@@ -431,25 +441,6 @@ pub(in crate::store) async fn bury(
         return Ok(None);
     }
     Ok(Some(Buried { rows: numbers(leased), dead }))
-}
-
-/// Makes those of the leased messages dead that have no dead copy; returns how many.
-async fn bury_at_their_places(
-    session: &mut dyn Session,
-    consumer: ConsumerId,
-    leased: &[LeasedMessage],
-    reason: &str,
-    error: &str,
-    holds: bool,
-) -> Result<u64, StoreError> {
-    let mut dead = 0;
-    for group in leased.chunk_by(|one, next| one.message.attempt == next.message.attempt) {
-        let Some(first) = group.first() else { continue };
-        let bury = sql(BURY).bind("rows", numbers(group)).bind("lease", first.lease).bind("consumer", consumer);
-        let bury = bury.bind("attempts", first.message.attempt).bind("reason", reason);
-        dead += session.run(bury.bind("error", error_text(error)).bind("holds", holds)).await?;
-    }
-    Ok(dead)
 }
 
 /// Removes what [`bury`] made dead in the same transaction. False where not all of it is there.

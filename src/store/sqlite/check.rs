@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use sqlx::{query_as, query_scalar};
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use crate::error::StoreError;
 use crate::observe::Finding;
 use crate::store::base::Base;
@@ -63,7 +63,7 @@ async fn triggers(store: &SqliteStore) -> Result<Finding, StoreError> {
         query_as("select name, sql from sqlite_schema where type = 'trigger' and tbl_name = 'oncebox_outbox'")
             .fetch_all(store.pool())
             .await?;
-    let known: String = SqliteStore::migrations().iter().map(|migration| migration.sql).collect();
+    let known = SqliteStore::script();
     // SQLite keeps the text of a trigger, except for the words CREATE TRIGGER, which it writes
     // itself.
     let as_made = |sql: &str| sql.get("CREATE TRIGGER ".len()..).is_some_and(|sql| known.contains(sql));

@@ -11,6 +11,7 @@ use sqlx::query_scalar;
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqliteSynchronous};
 use sqlx::{Connection, Pool, Sqlite};
 
+use super::SqliteStore;
 use crate::error::StoreError;
 use crate::flock::{FileId, Held, Turn};
 use crate::store::base::{Base, StoreOptions};
@@ -31,14 +32,9 @@ select (select count(*) from sqlite_temp_schema) || ' ' || \
   (select * from pragma_read_uncommitted) || ' ' || (select * from pragma_synchronous) || ' ' || (select * from pragma_busy_timeout) || ' ' || \
   (select * from pragma_trusted_schema) || ' ' || (select * from pragma_writable_schema) || ' ' || (select * from pragma_temp_store)";
 
-/// The store on SQLite: a file with an outbox, an inbox and operations. Cheap to clone.
-#[derive(Debug, Clone)]
-pub struct SqliteStore {
-    shared: Arc<Database>,
-}
-
+/// What all clones of a store share.
 #[derive(Debug)]
-struct Database {
+pub(super) struct Database {
     pool: Pool<Sqlite>,
     path: PathBuf,
     create: bool,

@@ -13,7 +13,7 @@ use async_trait::async_trait;
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{query, query_as, query_scalar};
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use super::message::sixteen;
 use super::savepoint::Savepoint;
 use super::write::Write;
@@ -84,7 +84,7 @@ impl OwnInbox for SqliteStore {
         let savepoint = Savepoint::new();
         savepoint.set(&mut write).await?;
         let buried = Buried::default();
-        Ok(Box::new(SqliteInboxTx { write, consumer, savepoint, admitted: None, received: None, buried }))
+        Ok(Box::new(SqliteInboxTx { write, consumer, savepoint, admitted: HashSet::new(), received: None, buried }))
     }
 
     async fn known_ids(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<HashSet<MessageId>, StoreError> {
@@ -134,7 +134,7 @@ pub(super) struct SqliteInboxTx {
     /// in whichever order they are written.
     savepoint: Savepoint,
     /// The ids that were new.
-    admitted: Option<HashSet<MessageId>>,
+    admitted: HashSet<MessageId>,
     /// The time at which their rows were received.
     received: Option<DbTime>,
     buried: Buried,
@@ -151,9 +151,6 @@ impl InboxTx for SqliteInboxTx {
         entries: &[InboxEntry],
         lanes: &[[u8; 16]],
     ) -> Result<(Vec<Option<ContentHash>>, Option<Standing>), StoreError> {
-        if self.admitted.is_some() {
-            return Err(StoreError::Corrupt("ids were admitted twice in one transaction".to_owned()));
-        }
         let mut sorted: Vec<&InboxEntry> = entries.iter().collect();
         sorted.sort_unstable_by_key(|entry| entry.id);
         let rows: Vec<u8> = sorted.iter().flat_map(|entry| entry.id.bytes().into_iter().chain(entry.hash)).collect();
@@ -169,9 +166,8 @@ impl InboxTx for SqliteInboxTx {
             None => Err(StoreError::Corrupt(format!("message {} is neither new nor known", entry.id))),
         };
         let known = entries.iter().map(known).collect::<Result<_, _>>()?;
-        let has_new = !new.is_empty();
-        self.admitted = Some(new);
-        let standing = if has_new { Some(self.standing(lanes).await?) } else { None };
+        self.admitted = new;
+        let standing = if self.admitted.is_empty() { None } else { Some(self.standing(lanes).await?) };
         Ok((known, standing))
     }
 
@@ -190,8 +186,7 @@ impl InboxTx for SqliteInboxTx {
     }
 
     async fn forget(&mut self, ids: &[MessageId]) -> Result<(), StoreError> {
-        let new = self.admitted.iter().flatten().copied().collect::<HashSet<_>>();
-        let ids: Vec<MessageId> = ids.iter().copied().filter(|id| new.contains(id)).collect();
+        let ids: Vec<MessageId> = ids.iter().copied().filter(|id| self.admitted.contains(id)).collect();
         let delete = query(concat!(
             "with recursive ",
             parts!("?2", 16),

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use crate::error::StoreError;
 use crate::operator::{ActContext, LockWait};
 use crate::store::sql::operator::OperatorSql;

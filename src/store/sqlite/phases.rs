@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use super::operations::staked;
 use super::savepoint::Savepoint;
 use super::write::Write;
@@ -16,9 +16,9 @@ use crate::inbox::port::Proof;
 use crate::operation::port::phases::{Driven, Run};
 use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Owned, RecordFence, RunOutcome};
 use crate::operation::rules::retention::Retention;
-use crate::store::sql::Session;
 use crate::store::sql::phases::{HeldPhase, PhaseStore};
 use crate::store::sql::records::OutcomeTransaction;
+use crate::store::sql::{Session, Transaction};
 
 #[derive(Debug)]
 struct SqlitePhase {
@@ -86,11 +86,7 @@ impl HeldPhase for SqlitePhase {
         self.write.finish_record(record, outcome, retention).await
     }
 
-    async fn commit(self: Box<Self>) -> Result<(), StoreError> {
-        self.write.commit().await
-    }
-
-    async fn rollback(self: Box<Self>) -> Result<(), StoreError> {
-        self.write.rollback().await
+    fn into_transaction(self: Box<Self>) -> Box<dyn Transaction> {
+        Box::new(self.write)
     }
 }

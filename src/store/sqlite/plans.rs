@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use sqlx::{AssertSqlSafe, Row, SqliteConnection, query};
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use super::{inbox, relay};
 use crate::operator::{DeadFilter, DeadState};
 use crate::store::base::{Base, StoreOptions};
@@ -182,7 +182,7 @@ async fn a_list_costs_no_more_the_more_is_held() {
     let steps = counted(&mut connection).await;
     for (state, found, behind) in [(DeadState::Dead, 1, 10_000), (DeadState::Waiting, 2, 1)] {
         let filter = DeadFilter { states: vec![state], ..DeadFilter::default() };
-        let listed = list::find(&mut *connection, Dialect::Sqlite, &filter).await.unwrap();
+        let listed = list::find(&mut *connection, &filter).await.unwrap();
         assert_eq!((listed.len(), listed.iter().map(|one| one.message.behind).max()), (found, Some(behind)));
     }
     let steps = steps.load(Ordering::Relaxed);

@@ -21,12 +21,11 @@ use std::time::Duration;
 use async_trait::async_trait;
 use futures_util::TryStreamExt;
 use sqlx::sqlite::SqliteRow;
-use sqlx::{Row, query, query_as, query_scalar};
+use sqlx::{Row, query, query_scalar};
 
 use self::mark::positions_json;
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use super::message::{headers_from_json, time_from_millis, uuid_from_text};
-use super::{millis, now_ms};
 use crate::error::StoreError;
 use crate::message::OutgoingMessage;
 use crate::outbox::port::{
@@ -34,8 +33,7 @@ use crate::outbox::port::{
 };
 use crate::store::base::Base;
 use crate::store::sql::{SqlStore, outbox};
-use crate::time::db_time::DbTime;
-use crate::time::lease::{Fence, Lease};
+use crate::time::lease::Fence;
 
 /// The fence and the next rows, in one snapshot. The outer join returns the fence even where there
 /// is no row.
@@ -69,41 +67,18 @@ struct Batch {
 #[async_trait]
 impl Outbox for SqliteStore {
     async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer, StoreError> {
-        let mut write = self.write().await?;
-        let lease = concat!(
-            "select epoch, revision, scanned_to, coalesce(owner, ''), lease_until - ",
-            now_ms!(),
-            ", lease_length from oncebox_shard where shard_id = ?"
-        );
-        let lease: Option<(i64, i64, i64, String, i64, i64)> =
-            query_as(lease).bind(request.shard).fetch_optional(write.connection()).await?;
-        let Some((epoch, revision, scanned_to, owner, left, length)) = lease else {
-            write.rollback().await?;
-            return Ok(LeaseAnswer::NoShard);
+        let (fence, read_to) = match outbox::take(self, request).await? {
+            Ok(taken) => taken,
+            Err(refused) => return Ok(refused),
         };
-        let now = DbTime::from_millis(0);
-        let lease = Lease { until: DbTime::from_millis(left), length: Duration::from_millis(length.unsigned_abs()) };
-        if !owner.is_empty() && !lease.is_expired(now) && owner != request.owner {
-            write.rollback().await?;
-            return Ok(LeaseAnswer::HeldBy { owner, left: lease.remaining(now) });
-        }
-        let take = concat!(
-            "update oncebox_shard set epoch = epoch + 1, revision = revision + 1, owner = ?, lease_length = ?, lease_until = ",
-            now_ms!(),
-            " + ? where shard_id = ?"
-        );
-        let length = millis(request.length);
-        let take = query(take).bind(&request.owner).bind(length).bind(length).bind(request.shard);
-        take.execute(write.connection()).await?;
-        write.commit().await?;
         Ok(LeaseAnswer::Taken(Box::new(SqliteSession {
             store: self.clone(),
             shard: request.shard,
             owner: request.owner.clone(),
             length: request.length,
-            fence: Fence { epoch: epoch + 1, revision: revision + 1 },
+            fence,
             read_bytes: request.read_bytes,
-            read_to: scanned_to,
+            read_to,
             batches: 0,
             window: VecDeque::new(),
         })))

@@ -6,23 +6,19 @@
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Executor, query_as, query_scalar};
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use super::now_ms;
 use crate::error::StoreError;
 use crate::observe::Finding;
 use crate::store::base::Base;
-use crate::store::schema::{AppliedMigration, History, MigrationText, Schema, SchemaState, checksum};
+use crate::store::schema::{AppliedMigration, History, Migration, Schema, SchemaState, checksum};
 use crate::text::hex::hex;
 
-const MIGRATIONS: &[MigrationText] = &[
-    MigrationText::breaking(1, "outbox", include_str!("../../../migrations/sqlite/0001_outbox.sql")),
-    MigrationText::breaking(2, "inbox", include_str!("../../../migrations/sqlite/0002_inbox.sql")),
-    MigrationText::breaking(
-        3,
-        "operator and e-mail",
-        include_str!("../../../migrations/sqlite/0003_operator_email.sql"),
-    ),
-    MigrationText::breaking(4, "operations", include_str!("../../../migrations/sqlite/0004_operations.sql")),
+const MIGRATIONS: &[Migration] = &[
+    Migration::breaking(1, "outbox", include_str!("../../../migrations/sqlite/0001_outbox.sql")),
+    Migration::breaking(2, "inbox", include_str!("../../../migrations/sqlite/0002_inbox.sql")),
+    Migration::breaking(3, "operator and e-mail", include_str!("../../../migrations/sqlite/0003_operator_email.sql")),
+    Migration::breaking(4, "operations", include_str!("../../../migrations/sqlite/0004_operations.sql")),
 ];
 
 const MIGRATION_TABLE: &str = "\
@@ -54,9 +50,9 @@ impl SqliteStore {
 }
 
 /// The statement that records a migration as applied.
-fn row(migration: &MigrationText) -> String {
+fn row(migration: &Migration) -> String {
     let hex = hex(&checksum(migration));
-    let MigrationText { version, description, serves_from, .. } = migration;
+    let Migration { version, description, serves_from, .. } = migration;
     format!(
         concat!("insert into oncebox_migration values ({}, '{}', x'{}', ", now_ms!(), ", {})"),
         version, description, hex, serves_from
@@ -65,10 +61,6 @@ fn row(migration: &MigrationText) -> String {
 
 #[async_trait]
 impl Schema for SqliteStore {
-    fn migrations() -> &'static [MigrationText] {
-        MIGRATIONS
-    }
-
     fn script() -> String {
         let texts = MIGRATIONS
             .iter()

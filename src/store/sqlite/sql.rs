@@ -7,9 +7,8 @@ use sqlx::pool::PoolConnection;
 use sqlx::query::Query;
 use sqlx::sqlite::{SqliteArguments, SqliteConnection, SqliteRow};
 use sqlx::{Sqlite, query};
-use uuid::Uuid;
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use super::message::{arrived_from_json, arrived_to_json};
 use super::millis;
 use super::write::Write;
@@ -36,16 +35,9 @@ impl Row for SqliteRow {
         Ok(sqlx::Row::try_get(self, at)?)
     }
 
-    fn get_id(&self, at: usize) -> Result<Option<Uuid>, StoreError> {
-        let row: &dyn Row = self;
-        let id = |bytes: Vec<u8>| Uuid::from_slice(&bytes).map_err(|error| row.wrong(at, error));
-        self.get_bytes(at)?.map(id).transpose()
-    }
-
     fn get_time(&self, at: usize) -> Result<Option<DateTime<Utc>>, StoreError> {
-        let row: &dyn Row = self;
         let time = |millis| {
-            DateTime::from_timestamp_millis(millis).ok_or_else(|| row.wrong(at, format!("{millis} is no time")))
+            DateTime::from_timestamp_millis(millis).ok_or_else(|| self.wrong(at, &format!("{millis} is no time")))
         };
         self.get_int(at)?.map(time).transpose()
     }
@@ -65,11 +57,12 @@ fn bound(statement: &Statement) -> Result<Query<'static, Sqlite, SqliteArguments
     Ok(values.into_iter().fold(query(text), |query, value| match value {
         Value::Bool(value) => query.bind(*value),
         Value::Int(value) => query.bind(*value),
-        Value::Text(value) | Value::Foreign(value) => query.bind(value.clone()),
+        Value::Text(value) | Value::Foreign(value) | Value::Name(value) => query.bind(value.clone()),
         Value::SentAt(value) => query.bind(value.map(wire::format_time)),
         Value::Headers(headers) => query.bind(arrived_to_json(headers)),
         Value::Foreigns(list) => query.bind(Value::Texts(list.clone()).as_json_list()),
         Value::Id(value) => query.bind(*value),
+        Value::RowId(value) => query.bind(value.map(|id| id.to_string())),
         Value::Bytes(value) => query.bind(value.clone()),
         Value::Time(value) => query.bind(value.map(|time| time.timestamp_millis())),
         Value::Span(value) => query.bind(value.map(millis)),

@@ -10,11 +10,11 @@ use std::convert::Infallible;
 use sqlx::sqlite::SqliteArguments;
 use sqlx::{Arguments, Executor, SqliteConnection};
 
-use super::connect::SqliteStore;
+use super::SqliteStore;
 use crate::error::StoreError;
 use crate::message::wire;
 use crate::store::base::Base;
-use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements, names, written};
+use crate::store::statements::{Dialect, SetError, SqlValue, Statements, names, split, written};
 
 /// A statement with a `?` for each parameter, in order.
 #[derive(Debug)]
@@ -34,18 +34,19 @@ impl Statements for SqliteStore {
         Dialect::Sqlite
     }
 
-    async fn prepare(&self, pieces: &[Piece]) -> Result<SqliteStatement, StoreError> {
-        let sql: &'static str = String::leak(written(pieces, |_, _| "?"));
+    async fn prepare(&self, sql: &str) -> Result<SqliteStatement, StoreError> {
+        let pieces = split(sql, Dialect::Sqlite);
+        let sql: &'static str = String::leak(written(&pieces, |_, _| "?"));
         let mut connection = self.pool().acquire().await?;
         (&mut *connection).prepare(sqlx::SqlSafeStr::into_sql_str(sql)).await?;
-        Ok(SqliteStatement { sql, names: names(pieces).cloned().collect() })
+        Ok(SqliteStatement { sql, names: names(&pieces).cloned().collect() })
     }
 
     async fn execute(
         connection: &mut SqliteConnection,
         statement: &SqliteStatement,
         values: &BTreeMap<String, SqlValue>,
-    ) -> Result<u64, StoreError> {
+    ) -> Result<(), StoreError> {
         let mut arguments = SqliteArguments::default();
         for name in &statement.names {
             let added = match values.get(name) {
@@ -61,7 +62,8 @@ impl Statements for SqliteStore {
             };
             added.map_err(|error| StoreError::Corrupt(error.to_string()))?;
         }
-        Ok(sqlx::query_with(statement.sql, arguments).execute(connection).await?.rows_affected())
+        sqlx::query_with(statement.sql, arguments).execute(connection).await?;
+        Ok(())
     }
 
     async fn prepare_set(&self, _: &[SqliteStatement]) -> Result<Option<Infallible>, StoreError> {

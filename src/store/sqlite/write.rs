@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use sqlx::sqlite::SqliteConnection;
 use sqlx::{Sqlite, Transaction};
 
-use super::connect::{BUSY_TIMEOUT, SqliteStore};
+use super::SqliteStore;
+use super::connect::BUSY_TIMEOUT;
 use crate::error::StoreError;
 use crate::flock;
 use crate::store::base::Base;

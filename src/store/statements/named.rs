@@ -17,7 +17,7 @@ pub enum Dialect {
 
 /// A piece of a statement.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Piece {
+pub(crate) enum Piece {
     /// A part of the SQL, exactly as written.
     Text(String),
     /// A parameter by name.
@@ -26,7 +26,7 @@ pub enum Piece {
 
 /// Splits a statement into its text and its parameters.
 #[must_use]
-pub fn split(sql: &str, dialect: Dialect) -> Vec<Piece> {
+pub(crate) fn split(sql: &str, dialect: Dialect) -> Vec<Piece> {
     let bytes = sql.as_bytes();
     let mut pieces = Vec::new();
     let (mut from, mut at) = (0, 0);

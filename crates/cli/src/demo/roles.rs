@@ -15,7 +15,7 @@ use oncebox::app::{AppError, HandlersByConsumer, run_consumers_with, stop_on_sig
 use oncebox::error::HandlerError;
 use oncebox::message::{Message, NewMessage};
 use oncebox::observe::Health;
-use oncebox::store::{NewEmail, SqlValue, Store, split_named};
+use oncebox::store::{NewEmail, SqlValue, Store};
 use oncebox::{HandlerTx, Handlers, MessageHandler, SqlHandler, SqlSpec};
 
 /// A process of the demo.
@@ -89,7 +89,7 @@ async fn take_payments<S: Store>(store: &S, names: &Names, messages: u64) -> Res
         "insert into {} (payment_id, message_id, account_id, number, amount_minor) values (:payment, :message, :account, :number, :amount)",
         names.payments()
     );
-    let insert = store.prepare(&split_named(&insert, S::dialect())).await?;
+    let insert = store.prepare(&insert).await?;
     let accounts = (messages / 20).clamp(1, 100);
     let mut numbers = vec![0_i64; usize::try_from(accounts).unwrap_or(1)];
     for index in 0..messages {

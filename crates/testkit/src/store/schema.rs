@@ -3,8 +3,14 @@
 use super::{Fixture, Trial};
 use oncebox::store::{Schema, SchemaState, Severity};
 
-fn known<F: Fixture>() -> i64 {
-    F::Store::migrations().last().unwrap().version
+/// The versions that the program knows; none newer may be applied.
+async fn versions<F: Fixture>(trial: &Trial<F>) -> Vec<i64> {
+    trial.store.applied().await.unwrap().iter().map(|migration| migration.version).collect()
+}
+
+/// The newest of them.
+async fn known<F: Fixture>(trial: &Trial<F>) -> i64 {
+    *versions(trial).await.last().unwrap()
 }
 
 /// Asking for the state of the schema creates nothing.
@@ -17,10 +23,10 @@ pub async fn a_new_database_has_no_schema<F: Fixture>(trial: &Trial<F>) {
 
 /// The second run applies no migration and keeps the rows.
 pub async fn migrating_twice_changes_nothing<F: Fixture>(trial: &Trial<F>) {
-    let versions: Vec<i64> = F::Store::migrations().iter().map(|migration| migration.version).collect();
-    assert_eq!(versions, (1..=known::<F>()).collect::<Vec<_>>());
+    let (versions, known) = (versions(trial).await, known(trial).await);
+    assert_eq!(versions, (1..=known).collect::<Vec<_>>());
     assert_eq!(trial.store.migrate().await.unwrap(), versions);
-    assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Current(known::<F>()));
+    assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Current(known));
     assert!(trial.store.applied().await.unwrap().iter().all(|migration| migration.applied));
     trial.enqueue(vec![super::trial::new_message("k", "1")]).await;
     assert!(trial.store.migrate().await.unwrap().is_empty());
@@ -36,14 +42,14 @@ pub async fn migrators_at_once_do_not_disturb_each_other<F: Fixture>(trial: &Tri
     }
     let mut applied: Vec<i64> = migrators.join_all().await.concat();
     applied.sort_unstable();
-    assert_eq!(applied, (1..=known::<F>()).collect::<Vec<_>>());
-    assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Current(known::<F>()));
+    assert_eq!(applied, versions(trial).await);
+    assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Current(known(trial).await));
 }
 
 /// The states `Old` and `Newer` stop a program that would use tables it does not know, or miss
 /// tables.
 pub async fn a_schema_that_is_older_or_newer_is_told_apart<F: Fixture>(trial: &Trial<F>) {
-    let (table, known) = (trial.table("migration"), known::<F>());
+    let (table, known) = (trial.table("migration"), known(trial).await);
     trial.run(&format!("update {table} set version = 999, serves_from = 999 where version = {known}")).await;
     assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Newer { found: 999, known });
     assert!(trial.store.migrate().await.is_err(), "a newer schema is not touched");
@@ -56,7 +62,7 @@ pub async fn a_schema_that_is_older_or_newer_is_told_apart<F: Fixture>(trial: &T
 /// During a rolling update the schema is newer than some programs. A program that the new schema
 /// still serves may end and start again.
 pub async fn a_program_that_a_newer_schema_still_serves_starts<F: Fixture>(trial: &Trial<F>) {
-    let (table, known) = (trial.table("migration"), known::<F>());
+    let (table, known) = (trial.table("migration"), known(trial).await);
     let newer = |version: i64, serves_from: i64| {
         format!("update {table} set version = {version}, serves_from = {serves_from} where version >= {known}")
     };

@@ -6,17 +6,15 @@ use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, MySql, raw_sql};
 
 use super::super::inbox::{NO_SAVEPOINT, START_HANDLER};
-use super::super::{MySqlStore, inserted, is_locked, number};
-use super::{INSERT_AT_ONCE, insert};
+use super::super::{MySqlStore, is_locked, number};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::message::NewMessage;
 use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Owned, RunOutcome};
-use crate::operation::rules::State;
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::records::OutcomeTransaction;
-use crate::store::sql::{Session, records, savepoint_name};
+use crate::store::sql::{records, savepoint_name};
 
 /// MySQL has no lock wait for a single statement, so the session gets the shortest one (1 s) until
 /// the claim is made. MariaDB has one, but takes the same path, so that the tests of both cover it.
@@ -128,10 +126,7 @@ async fn try_claim(
     if there.is_some() && matches!(basis, Basis::New) {
         return Ok(false);
     }
-    match records::renewal(claim, basis, owned) {
-        Some(renewal) => Ok(Session::run(connection, renewal).await? == 1),
-        None => Ok(inserted(insert(INSERT_AT_ONCE, claim, State::InProgress, owned).run(connection).await)?),
-    }
+    records::stake(connection, claim, basis, owned).await
 }
 
 impl Held {

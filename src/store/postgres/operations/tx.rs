@@ -8,7 +8,7 @@ use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
 use super::super::connect::BEGIN;
 use super::super::door::checked;
 use super::super::{PostgresStore, code};
-use super::{CLAIM, Within, finish, insert};
+use super::{CLAIM, Within, finish};
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::message::NewMessage;
@@ -161,12 +161,9 @@ async fn stake(
     renewal: Option<Statement>,
     owned: &Owned,
 ) -> Result<Option<String>, StoreError> {
-    let lock = claim.identity.lock_number();
-    if let Some(renewal) = renewal {
-        return tx.rows(renewal.bind("lock", lock)).await?.first().map(|row| row.get(0)).transpose();
-    }
-    let row = insert(CLAIM, claim, owned).bind(lock).optional(tx).await?;
-    Ok(row.map(|row| row.try_get(0)).transpose()?)
+    let claimed = renewal.unwrap_or_else(|| records::of_claim(CLAIM, claim, owned));
+    let rows = tx.rows(claimed.bind("lock", claim.identity.lock_number())).await?;
+    rows.first().map(|row| row.get(0)).transpose()
 }
 
 #[async_trait]

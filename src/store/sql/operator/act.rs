@@ -15,8 +15,7 @@ use crate::operator::{
 use crate::store::headers::headers_json;
 use crate::store::sql::audit::{self, Act};
 use crate::store::sql::waiting::wake;
-use crate::store::sql::{Session, Value, foreign, id, name, sql};
-use crate::store::statements::Dialect;
+use crate::store::sql::{Session, Value, foreign, name, sql};
 
 /// The header with the id that the message had before.
 const CAUSATION: &str = "oncebox-causation-id";
@@ -87,12 +86,11 @@ const DELETE: &str = "delete from oncebox.waiting where sequence = :sequence";
 /// Acts on the messages that the filter finds. The caller commits, or rolls back a dry run.
 pub(super) async fn act(
     session: &mut dyn Session,
-    dialect: Dialect,
     filter: &DeadFilter,
     act: &OperatorAct,
     context: &ActContext,
 ) -> Result<OperatorOutcome, StoreError> {
-    let all = list::find(session, dialect, filter).await?;
+    let all = list::find(session, filter).await?;
     if let (OperatorAct::RedriveAs { .. }, count @ 2..) = (act, all.len()) {
         return Err(StoreError::Refused(format!(
             "a new id is for one message, and {count} are meant; name one by its number"
@@ -101,13 +99,13 @@ pub(super) async fn act(
     let mut outcome = OperatorOutcome { dry_run: context.dry_run, ..OperatorOutcome::default() };
     for found in &all {
         refuse_too_old(found, act, context)?;
-        if act.buries(&found.message)? && !bury(session, dialect, found).await? {
+        if act.buries(&found.message)? && !bury(session, found).await? {
             return Err(OperatorAct::runs_now(&found.message));
         }
         let done = match &found.row {
             FoundRow::Outbox { position, headers, .. } => {
                 let message = &found.message;
-                request(session, dialect, *position, message, headers, act, context).await?.then_some(Redriven::Waits)
+                request(session, *position, message, headers, act, context).await?.then_some(Redriven::Waits)
             }
             FoundRow::Consumer(_) if *act == OperatorAct::Bury => Some(Redriven::Waits),
             FoundRow::Consumer(row) => row.carry_out(session, &found.message, act).await?,
@@ -116,7 +114,7 @@ pub(super) async fn act(
         // result.
         let Some(done) = done else { continue };
         outcome.add(&found.message, done);
-        audit(session, dialect, &found.message, act, done, context).await?;
+        audit(session, &found.message, act, done, context).await?;
     }
     Ok(outcome)
 }
@@ -139,7 +137,7 @@ fn refuse_too_old(found: &FoundMessage, act: &OperatorAct, context: &ActContext)
 
 /// Makes a consumer's message dead. A copy that was refused makes room for it (`refused`). False
 /// where a process has its lease, or where another copy is dead.
-async fn bury(session: &mut dyn Session, dialect: Dialect, found: &FoundMessage) -> Result<bool, StoreError> {
+async fn bury(session: &mut dyn Session, found: &FoundMessage) -> Result<bool, StoreError> {
     let FoundRow::Consumer(row) = &found.row else { return Ok(false) };
     if let Some(copy) = session.first(sql(DEAD_COPY).bind("sequence", row.sequence)).await? {
         let (copy, reason): (i64, String) = (copy.get(0)?, copy.get(1)?);
@@ -148,14 +146,13 @@ async fn bury(session: &mut dyn Session, dialect: Dialect, found: &FoundMessage)
         }
         session.run(sql(DELETE_COPY).bind("sequence", copy)).await?;
     }
-    Ok(session.run(sql(BURY).bind("reason", name(dialect, BURIED)).bind("sequence", row.sequence)).await? == 1)
+    Ok(session.run(sql(BURY).bind("reason", name(BURIED)).bind("sequence", row.sequence)).await? == 1)
 }
 
 /// Writes a request for the owner of the shard. False where the row is not dead any more, or has a
 /// request already.
 async fn request(
     session: &mut dyn Session,
-    dialect: Dialect,
     position: i64,
     message: &DeadMessage,
     headers: &Headers,
@@ -173,7 +170,7 @@ async fn request(
     let request = sql(REQUEST)
         .bind("requested", requested)
         .bind("actor", &context.actor)
-        .bind("new_id", id(dialect, new_id))
+        .bind("new_id", Value::RowId(new_id))
         .bind("payload", payload)
         .bind("headers", headers_json(&headers))
         .bind("position", position);
@@ -302,7 +299,6 @@ async fn inbox_row(
 
 async fn audit(
     session: &mut dyn Session,
-    dialect: Dialect,
     message: &DeadMessage,
     act: &OperatorAct,
     done: Redriven,
@@ -312,10 +308,9 @@ async fn audit(
         OperatorAct::RedriveAs { id, payload } => (Some(*id), payload.is_some()),
         _ => (None, false),
     };
-    let place = match (&message.place, dialect) {
-        (_, Dialect::Postgres) => message.topic.as_str(),
-        (DeadPlace::Outbox, _) => "outbox",
-        (DeadPlace::Consumer(name), _) => name,
+    let place = match &message.place {
+        DeadPlace::Outbox => "outbox",
+        DeadPlace::Consumer(name) => name,
     };
     let detail = done.detail(&message.reason);
     let mut document = serde_json::json!({ "deadReason": detail });
@@ -325,7 +320,7 @@ async fn audit(
     if is_edited {
         document["editedPayload"] = true.into();
     }
-    let place = foreign(place);
+    let (place, topic) = (foreign(place), Some(message.topic.as_str()));
     let (name, number, message_id) = (act.name(), message.number.as_str(), message.message_id);
-    audit::write(session, dialect, Act { name, place, number, message_id, new_id, detail, document }, context).await
+    audit::write(session, Act { name, place, topic, number, message_id, new_id, detail, document }, context).await
 }

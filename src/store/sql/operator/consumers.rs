@@ -35,10 +35,9 @@ const LAST: &str = "delete from oncebox.consumer where consumer_id = :consumer";
 
 /// Forgets a consumer; for a dry run only counts its rows.
 pub(super) async fn forget(store: &dyn SqlStore, name: &str, context: &ActContext) -> Result<Forgotten, StoreError> {
-    let dialect = store.dialect();
     let mut transaction = store.begin_sql().await?;
     let session = transaction.session();
-    let row = session.first(sql(CONSUMER).bind("name", as_stored(dialect, name))).await?;
+    let row = session.first(sql(CONSUMER).bind("name", as_stored(name))).await?;
     let row = row.ok_or_else(|| Forgotten::unknown(name))?;
     let (consumer, seen): (i32, i64) = (row.get(0)?, row.get(1)?);
     Forgotten::check(name, super::status::seconds(seen))?;
@@ -52,17 +51,18 @@ pub(super) async fn forget(store: &dyn SqlStore, name: &str, context: &ActContex
     for delete in DELETES {
         session.run(of(delete)).await?;
     }
-    session.run(of(RENAME).bind("name", as_stored(dialect, Forgotten::name(consumer).as_str()))).await?;
+    session.run(of(RENAME).bind("name", as_stored(Forgotten::name(consumer).as_str()))).await?;
     let act = Act {
         name: "forget",
-        place: as_stored(dialect, name),
+        place: as_stored(name),
+        topic: None,
         number: "",
         message_id: Uuid::nil(),
         new_id: None,
         detail: format!("{} messages, {} inbox rows", forgotten.messages, forgotten.inbox_rows),
         document: serde_json::json!({ "messages": forgotten.messages, "inboxRows": forgotten.inbox_rows }),
     };
-    audit::write(session, dialect, act, context).await?;
+    audit::write(session, act, context).await?;
     transaction.commit().await?;
     // The inbox is deleted in pages: one transaction over all of it would block every other writer
     // on SQLite, and hold back vacuum on PostgreSQL. If the process stops here, the list of

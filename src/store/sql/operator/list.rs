@@ -13,8 +13,7 @@ use crate::error::StoreError;
 use crate::message::{Headers, lane_id, wire};
 use crate::operator::{COUNTED_MAX, DeadFilter, DeadMessage, DeadPlace, DeadState, HistoryEntry, firsts};
 use crate::store::headers::parse_headers;
-use crate::store::sql::{Row, Session, Statement, Value, id, name, sql};
-use crate::store::statements::Dialect;
+use crate::store::sql::{Row, Session, Statement, Value, name, sql};
 
 /// The length of a list whose filter has the limit 0.
 const LIMIT: usize = 100;
@@ -163,7 +162,6 @@ pub(super) struct ConsumerRow {
 }
 
 struct Look<'a> {
-    dialect: Dialect,
     filter: &'a DeadFilter,
     /// The numbers of the filter: positions of the outbox, and sequences of consumers.
     positions: Vec<i64>,
@@ -175,10 +173,9 @@ struct Look<'a> {
 /// at which they became dead or were stored. Of those that wait, the ones that are due first.
 pub(in crate::store) async fn find(
     session: &mut dyn Session,
-    dialect: Dialect,
     filter: &DeadFilter,
 ) -> Result<Vec<FoundMessage>, StoreError> {
-    let look = Look::new(dialect, filter)?;
+    let look = Look::new(filter)?;
     let mut found = Vec::new();
     for state in filter.states() {
         if look.wants_outbox(*state) {
@@ -195,12 +192,8 @@ pub(in crate::store) async fn find(
 
 /// The numbers of all messages that match, oldest first. Messages of the outbox with a request of
 /// an operator are left out.
-pub(super) async fn numbers(
-    session: &mut dyn Session,
-    dialect: Dialect,
-    filter: &DeadFilter,
-) -> Result<Vec<String>, StoreError> {
-    let look = Look::new(dialect, filter)?;
+pub(super) async fn numbers(session: &mut dyn Session, filter: &DeadFilter) -> Result<Vec<String>, StoreError> {
+    let look = Look::new(filter)?;
     let mut found: Vec<(DateTime<Utc>, String)> = Vec::new();
     for state in filter.states() {
         if look.wants_outbox(*state) {
@@ -219,11 +212,7 @@ pub(super) async fn numbers(
 }
 
 /// For each topic that cannot be sent to, its first held message.
-pub(super) async fn held_topics(
-    session: &mut dyn Session,
-    dialect: Dialect,
-    limit: usize,
-) -> Result<Vec<FoundMessage>, StoreError> {
+pub(super) async fn held_topics(session: &mut dyn Session, limit: usize) -> Result<Vec<FoundMessage>, StoreError> {
     let mut numbers = Vec::new();
     for row in session.rows(sql(HELD_TOPICS).bind("limit", limit)).await? {
         numbers.push(format!("o{}", row.get::<i64>(0)?));
@@ -231,11 +220,11 @@ pub(super) async fn held_topics(
     if numbers.is_empty() {
         return Ok(Vec::new());
     }
-    find(session, dialect, &DeadFilter { states: vec![DeadState::Held], numbers, limit, ..DeadFilter::default() }).await
+    find(session, &DeadFilter { states: vec![DeadState::Held], numbers, limit, ..DeadFilter::default() }).await
 }
 
 impl<'a> Look<'a> {
-    fn new(dialect: Dialect, filter: &'a DeadFilter) -> Result<Self, StoreError> {
+    fn new(filter: &'a DeadFilter) -> Result<Self, StoreError> {
         let limit = if filter.limit == 0 { LIMIT } else { filter.limit };
         let (mut positions, mut sequences) = (Vec::new(), Vec::new());
         for number in &filter.numbers {
@@ -244,7 +233,7 @@ impl<'a> Look<'a> {
                 Number::Consumer(sequence) => sequences.push(sequence),
             }
         }
-        Ok(Self { dialect, filter, positions, sequences, limit })
+        Ok(Self { filter, positions, sequences, limit })
     }
 
     fn wants_outbox(&self, state: DeadState) -> bool {
@@ -265,9 +254,9 @@ impl<'a> Look<'a> {
             .bind("is_dead", state == DeadState::Dead)
             .bind("is_held", state == DeadState::Held)
             .bind("numbers", self.positions.clone())
-            .bind("id", id(self.dialect, filter.message_id))
-            .bind("topic", name(self.dialect, filter.topic.as_deref()))
-            .bind("key", name(self.dialect, filter.key.as_deref()))
+            .bind("id", Value::RowId(filter.message_id))
+            .bind("topic", name(filter.topic.as_deref()))
+            .bind("key", name(filter.key.as_deref()))
             .bind("reason", filter.reason.as_deref())
             .bind("limit", self.limit)
     }
@@ -281,7 +270,7 @@ impl<'a> Look<'a> {
             .bind("heads", heads)
             .bind("numbers", self.sequences.clone())
             .bind("id", self.filter.message_id)
-            .bind("reason", name(self.dialect, self.filter.reason.as_deref()))
+            .bind("reason", name(self.filter.reason.as_deref()))
             .bind("consumer", self.consumer())
     }
 
@@ -301,8 +290,7 @@ impl<'a> Look<'a> {
                 }
                 (false, _) => continue,
             };
-            let behind =
-                behind.bind("topic", name(self.dialect, message.topic.as_str())).bind("position", row.get::<i64>(0)?);
+            let behind = behind.bind("topic", name(message.topic.as_str())).bind("position", row.get::<i64>(0)?);
             message.behind = session.one(behind.bind("max", COUNTED_MAX)).await?;
         }
         Ok(found)
@@ -363,7 +351,7 @@ impl<'a> Look<'a> {
     }
 
     fn consumer(&self) -> Value {
-        name(self.dialect, self.filter.consumer.as_deref())
+        name(self.filter.consumer.as_deref())
     }
 }
 

@@ -168,9 +168,6 @@ pub(in crate::store) async fn fence_of(
 
 /// After the outcome of a record was written, copies its times to the operation: each statement has
 /// read the clock itself, but both must have the same times (O3).
-///
-/// # Errors
-/// [`StoreError::Corrupt`] where no record got its outcome.
 pub(in crate::store::sql) async fn same_times(
     session: &mut dyn Session,
     operation_id: Uuid,
@@ -204,7 +201,7 @@ impl SqlPhaseTx {
             return Err(missing(held, driven).await?);
         };
         if !standing.is_open || standing.epoch != driven.epoch || standing.point != point {
-            held.rollback().await?;
+            held.into_transaction().rollback().await?;
             return Ok(Run::Overtaken);
         }
         Ok(Run::Begun(Box::new(Self::held(held, driven, standing.record).await?)))
@@ -264,7 +261,7 @@ impl SqlPhaseTx {
 }
 
 async fn missing(held: Box<dyn HeldPhase>, driven: &Driven) -> Result<StoreError, StoreError> {
-    held.rollback().await?;
+    held.into_transaction().rollback().await?;
     Ok(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)))
 }
 
@@ -334,10 +331,10 @@ impl PhaseTx for SqlPhaseTx {
     }
 
     async fn commit(self: Box<Self>) -> Result<(), StoreError> {
-        self.held.commit().await
+        self.held.into_transaction().commit().await
     }
 
     async fn rollback(self: Box<Self>) -> Result<(), StoreError> {
-        self.held.rollback().await
+        self.held.into_transaction().rollback().await
     }
 }

@@ -5,10 +5,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::super::connect::SqliteStore;
+use super::super::SqliteStore;
 use super::super::savepoint::Savepoint;
 use super::super::write::Write;
-use super::stake;
 use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::message::NewMessage;
@@ -54,7 +53,7 @@ pub(in crate::store::sqlite) async fn staked(
     let Ok(write) = tokio::time::timeout(patience, store.write()).await else { return Ok(Begun::Locked) };
     let mut write = write?;
     write.guard().await?;
-    if stake(&mut write, claim, basis, owned).await? {
+    if records::stake(&mut write, claim, basis, owned).await? {
         return Ok(Begun::Claimed(write));
     }
     let found = records::find(write.connection(), &claim.identity).await?.record;
