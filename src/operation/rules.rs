@@ -66,7 +66,7 @@ pub use self::{
     decimal::Decimal,
     fingerprint::{Canonical, Fingerprint, Fingerprinter, IdempotentCommand},
     identity::{Identity, OperationName, PrincipalMark, Scope},
-    key::{Key, KeyError, KeyFormat},
+    key::{Key, KeyFormat},
     keyring::{Keyring, Kid},
     problem::Code,
     record::{Mode, Record, State},

@@ -310,7 +310,7 @@ async fn m4_choices_that_cannot_keep_the_promise_are_refused_when_they_are_regis
     assert!(matches!(protect(typed(same_tx()).keeps_header("Set-Cookie")), Err(EndpointError::Header(_))));
     assert!(matches!(protect(typed(same_tx()).redacts("id")), Err(EndpointError::Pointer(_))));
     assert!(matches!(protect(typed(same_tx()).counts_header("Cookie")), Err(EndpointError::Counted(_))));
-    assert!(matches!(protect(Endpoint::raw("a b", same_tx())), Err(EndpointError::Name(_))));
+    assert!(matches!(protect(Endpoint::raw("a b", same_tx())), Err(EndpointError::Invalid(_))));
     for mode in [Mode::Transactional, Mode::Phased] {
         let off = Route { requirement: Requirement::Off, ..Route::new(mode) };
         assert!(matches!(protect(typed(off)), Err(EndpointError::Off)), "{mode}");

@@ -42,7 +42,7 @@ use self::table::{Body, Facts, Seen, judge};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NoKey {
     Missing,
-    /// A key was sent that is not valid ([`KeyError`](super::key::KeyError)).
+    /// A key was sent that is not valid ([`Key::parse`](super::key::Key::parse)).
     Malformed,
     /// A key was sent, and the caller is not authenticated.
     Unscoped,

@@ -19,7 +19,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::record::UnknownName;
+use super::record::unknown_name;
+use crate::error::Invalid;
 
 /// What is known of a key when a problem is answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -246,21 +247,19 @@ impl fmt::Display for KeyState {
 }
 
 impl FromStr for Code {
-    type Err = UnknownName;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, UnknownName> {
-        Self::all().find(|code| code.as_str() == text).ok_or_else(|| UnknownName::of("code", text))
+    fn from_str(text: &str) -> Result<Self, Invalid> {
+        Self::all().find(|code| code.as_str() == text).ok_or_else(|| unknown_name("code", text))
     }
 }
 
 impl FromStr for KeyState {
-    type Err = UnknownName;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, UnknownName> {
-        Self::ALL
-            .into_iter()
-            .find(|state| state.as_str() == text)
-            .ok_or_else(|| UnknownName::of("state of a key", text))
+    fn from_str(text: &str) -> Result<Self, Invalid> {
+        let known = Self::ALL.into_iter().find(|state| state.as_str() == text);
+        known.ok_or_else(|| unknown_name("state of a key", text))
     }
 }
 
@@ -308,7 +307,7 @@ mod tests {
             assert_eq!(row.name.parse(), Ok(row.code));
             assert_eq!(row.key_state.as_str().parse(), Ok(row.key_state));
         }
-        assert_eq!("INSUFFICIENT_FUNDS".parse::<Code>(), Err(UnknownName::of("code", "INSUFFICIENT_FUNDS")));
+        assert_eq!("INSUFFICIENT_FUNDS".parse::<Code>(), Err(unknown_name("code", "INSUFFICIENT_FUNDS")));
     }
 
     // Shown by: `Spent` for a mismatch.

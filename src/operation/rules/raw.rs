@@ -14,7 +14,8 @@
 
 use super::canonical::{Bytes, FingerprintValue, FingerprintWriter, ValueWriter};
 use super::fingerprint::Canonical;
-use super::json::{JsonError, canonical_json};
+use super::json::canonical_json;
+use crate::error::Invalid;
 
 /// Headers that never belong to a command.
 const NEVER: [&str; 6] =
@@ -66,11 +67,12 @@ impl RawCommand {
     ///
     /// # Errors
     /// The body is JSON that two parsers may read differently.
-    pub fn body(mut self, content_type: &str, body: &[u8]) -> Result<Self, JsonError> {
+    pub fn body(mut self, content_type: &str, body: &[u8]) -> Result<Self, Invalid> {
         self.content_type = essence(content_type);
-        self.body = match body {
-            body if is_json(&self.content_type) && !body.is_empty() => RawBody::Json(canonical_json(body)?),
-            body => RawBody::Bytes(body.to_vec()),
+        self.body = if is_json(&self.content_type) && !body.is_empty() {
+            RawBody::Json(canonical_json(body).map_err(|why| Invalid::new(why.to_string()))?)
+        } else {
+            RawBody::Bytes(body.to_vec())
         };
         Ok(self)
     }

@@ -23,6 +23,7 @@ use uuid::Uuid;
 
 use super::fingerprint::Fingerprint;
 use super::identity::{Identity, PrincipalMark};
+use crate::error::Invalid;
 use crate::time::db_time::DbTime;
 use crate::time::lease::Lease;
 
@@ -148,18 +149,10 @@ pub struct Resource {
     pub location: Option<String>,
 }
 
-/// A text that is not a known state, mode, tombstone or code. It may come from a newer program.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{text}` is no {what} that this program knows")]
-pub struct UnknownName {
-    what: &'static str,
-    text: String,
-}
-
-impl UnknownName {
-    pub(super) fn of(what: &'static str, text: &str) -> Self {
-        Self { what, text: text.to_owned() }
-    }
+/// The error for a text that is not a known state, mode, tombstone or code. It may come from a
+/// newer program.
+pub(super) fn unknown_name(what: &str, text: &str) -> Invalid {
+    Invalid::new(format!("`{text}` is no {what} that this program knows"))
 }
 
 impl State {
@@ -254,10 +247,10 @@ macro_rules! names {
             }
 
             impl FromStr for $kind {
-                type Err = UnknownName;
+                type Err = Invalid;
 
-                fn from_str(text: &str) -> Result<Self, UnknownName> {
-                    $all.into_iter().find(|one| one.as_str() == text).ok_or_else(|| UnknownName::of($what, text))
+                fn from_str(text: &str) -> Result<Self, Invalid> {
+                    $all.into_iter().find(|one| one.as_str() == text).ok_or_else(|| unknown_name($what, text))
                 }
             }
         )*

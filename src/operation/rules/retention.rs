@@ -14,6 +14,7 @@
 
 use std::time::Duration;
 
+use crate::error::Invalid;
 use crate::inbox::rules::horizon::{Age, Bounds, Verdict, judge};
 use crate::time::db_time::DbTime;
 
@@ -28,21 +29,6 @@ pub struct Retention {
     pub metadata: Duration,
 }
 
-/// Lifetimes that contradict each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum RetentionError {
-    /// With a `ttl` of zero no answer would ever be replayed.
-    #[error("`ttl` must be longer than zero")]
-    NoTtl,
-    /// The body would be kept when it is not replayed any more.
-    #[error("`body` must not be longer than `ttl`: nothing is replayed after it")]
-    BodyBeyondTtl,
-    /// The record would be deleted while its answer must still be replayed.
-    #[error("`metadata` must be at least as long as `ttl`")]
-    MetadataBelowTtl,
-}
-
 impl Default for Retention {
     fn default() -> Self {
         let day = Duration::from_secs(86_400);
@@ -52,13 +38,13 @@ impl Default for Retention {
 
 impl Retention {
     /// Refuses lifetimes that contradict each other.
-    pub(crate) fn validate(&self) -> Result<(), RetentionError> {
+    pub(crate) fn validate(&self) -> Result<(), Invalid> {
         if self.ttl.is_zero() {
-            Err(RetentionError::NoTtl)
+            Err(Invalid::new("`ttl` must be longer than zero"))
         } else if self.body > self.ttl {
-            Err(RetentionError::BodyBeyondTtl)
+            Err(Invalid::new("`body` must not be longer than `ttl`: nothing is replayed after it"))
         } else if self.metadata < self.ttl {
-            Err(RetentionError::MetadataBelowTtl)
+            Err(Invalid::new("`metadata` must be at least as long as `ttl`"))
         } else {
             Ok(())
         }
@@ -105,11 +91,14 @@ mod tests {
     fn m99_lifetimes_that_contradict_each_other_are_refused() {
         let second = Duration::from_secs(1);
         assert_eq!(Retention::default().validate(), Ok(()));
-        assert_eq!(Retention { ttl: Duration::ZERO, ..RETENTION }.validate(), Err(RetentionError::NoTtl));
-        let body = Retention { body: RETENTION.ttl + second, ..RETENTION };
-        assert_eq!(body.validate(), Err(RetentionError::BodyBeyondTtl));
-        let metadata = Retention { metadata: RETENTION.ttl - second, ..RETENTION };
-        assert_eq!(metadata.validate(), Err(RetentionError::MetadataBelowTtl));
+        for (retention, name) in [
+            (Retention { ttl: Duration::ZERO, ..RETENTION }, "`ttl`"),
+            (Retention { body: RETENTION.ttl + second, ..RETENTION }, "`body`"),
+            (Retention { metadata: RETENTION.ttl - second, ..RETENTION }, "`metadata`"),
+        ] {
+            let why = retention.validate().expect_err(name).to_string();
+            assert!(why.starts_with(name), "{why}");
+        }
         assert_eq!(Retention { body: RETENTION.ttl, metadata: RETENTION.ttl, ..RETENTION }.validate(), Ok(()));
     }
 
