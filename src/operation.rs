@@ -62,7 +62,7 @@ pub use self::{
     rules::problem::KeyState,
     rules::raw::RawCommand,
     rules::record::{Resource, StoredAnswer, StoredBody, Tombstone},
-    rules::retention::{KeyAge, Retention},
+    rules::retention::Retention,
     rules::route::{AfterExpiry, Durability, Effects, MismatchStatus, Replay, Requirement, WhileRunning},
     rules::{
         Canonical, Code, Decimal, Fingerprint, FingerprintValue, FingerprintWriter, Fingerprinter, IdempotentCommand,

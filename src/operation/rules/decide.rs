@@ -30,9 +30,8 @@ mod table;
 use super::fingerprint::{Canonical, Fingerprint, Fingerprinter};
 use super::identity::{Identity, PrincipalMark, Scope};
 use super::record::{Record, StoredAnswer, StoredBody};
-use super::retention::KeyAge;
 use super::route::Route;
-use crate::inbox::rules::horizon::Bounds;
+use crate::inbox::rules::horizon::{self, Age, Bounds};
 use crate::time::db_time::DbTime;
 
 pub(crate) use self::decision::{Decision, Lost, TakeOver};
@@ -115,7 +114,8 @@ fn facts(route: &Route, asked: Result<&Request<'_>, NoKey>, found: KeyFound<'_>)
         }
         KeyFound::Nothing(bounds) => {
             facts.seen = Seen::Nothing;
-            facts.age = bounds.map_or(KeyAge::Untimed, |bounds| KeyAge::of(request.identity.key().time(), bounds));
+            let timed = request.identity.key().time().zip(bounds);
+            facts.age = timed.map(|(time, bounds)| horizon::judge(Age::InId(time), bounds));
         }
         KeyFound::Record(record, _) if record.identity != *request.identity => facts.seen = Seen::WrongRecord,
         KeyFound::Record(record, now) => {

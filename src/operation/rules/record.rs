@@ -11,8 +11,8 @@
 //! * A lease that ends later than now plus its length was written before the clock went back, and
 //!   counts as over (R22).
 //!
-//! Not here: how states may change ([`machine`](super::machine)), and the stored answer's headers
-//! and body (`store`).
+//! Not here: how states may change (the suite of stores has the table of all changes), and the
+//! stored answer's headers and body (`store`).
 
 use std::fmt;
 use std::str::FromStr;

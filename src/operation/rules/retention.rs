@@ -15,8 +15,6 @@
 use std::time::Duration;
 
 use crate::error::Invalid;
-use crate::inbox::rules::horizon::{Age, Bounds, Verdict, judge};
-use crate::time::db_time::DbTime;
 
 /// Lifetimes of an operation's records, counted from the outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,38 +49,10 @@ impl Retention {
     }
 }
 
-/// What the time inside a key means when there is no record of it (O23).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum KeyAge {
-    /// The key may be used.
-    Fine,
-    /// A record of the key may have been purged: `IDEMPOTENCY_KEY_EXPIRED`.
-    TooOld,
-    /// The time lies beyond database time and skew: `IDEMPOTENCY_KEY_INVALID`.
-    FromTheFuture,
-    /// The key carries no time, so its age is not known.
-    Untimed,
-}
-
-impl KeyAge {
-    /// Judges the time of a key that has no record.
-    #[must_use]
-    pub fn of(time: Option<DbTime>, bounds: Bounds) -> Self {
-        let Some(time) = time else { return Self::Untimed };
-        match judge(Age::InId(time), bounds) {
-            Verdict::GoOn => Self::Fine,
-            Verdict::TooOld => Self::TooOld,
-            Verdict::FromTheFuture => Self::FromTheFuture,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::record::tests::at;
     use super::*;
 
-    const SKEW: Duration = Duration::from_secs(60);
     const RETENTION: Retention =
         Retention { ttl: Duration::from_secs(100), body: Duration::from_secs(50), metadata: Duration::from_secs(200) };
 
@@ -100,15 +70,5 @@ mod tests {
             assert!(why.starts_with(name), "{why}");
         }
         assert_eq!(Retention { body: RETENTION.ttl, metadata: RETENTION.ttl, ..RETENTION }.validate(), Ok(()));
-    }
-
-    #[test]
-    fn o23_without_a_purge_nothing_is_too_old_and_a_key_without_time_says_nothing() {
-        let bounds = |purged_below| Bounds { purged_below, now: at(10_000), id_skew: SKEW };
-        assert_eq!(KeyAge::of(Some(at(0)), bounds(None)), KeyAge::Fine);
-        assert_eq!(KeyAge::of(Some(at(9)), bounds(Some(at(10)))), KeyAge::TooOld);
-        assert_eq!(KeyAge::of(Some(at(10)), bounds(Some(at(10)))), KeyAge::Fine);
-        assert_eq!(KeyAge::of(Some(at(10_061)), bounds(None)), KeyAge::FromTheFuture);
-        assert_eq!(KeyAge::of(None, bounds(Some(at(10)))), KeyAge::Untimed);
     }
 }

@@ -8,10 +8,10 @@ use proptest::prelude::*;
 use super::super::fingerprint::Comparison;
 use super::super::identity::PrincipalMatch;
 use super::super::record::{Mode, State};
-use super::super::retention::KeyAge;
 use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunning};
 use super::table::{Body, Facts, Row, Seen, TABLE, judge};
 use super::{Decision, Lost, NoKey, TakeOver};
+use crate::inbox::rules::horizon::Verdict;
 
 /// Whether the operation's code runs after this decision, if its fenced statement changed the row.
 pub(super) fn executes(decision: Decision) -> bool {
@@ -29,7 +29,7 @@ const NO_KEYS: [Option<NoKey>; 5] =
     [Some(NoKey::Missing), Some(NoKey::Malformed), Some(NoKey::Unscoped), Some(NoKey::Elsewhere), None];
 const SEEN: [Seen; 7] =
     [Seen::NotAsked, Seen::Running, Seen::Unreachable, Seen::Busy, Seen::Nothing, Seen::WrongRecord, Seen::Record];
-const AGES: [KeyAge; 4] = [KeyAge::Fine, KeyAge::TooOld, KeyAge::FromTheFuture, KeyAge::Untimed];
+const AGES: [Option<Verdict>; 4] = [Some(Verdict::GoOn), Some(Verdict::TooOld), Some(Verdict::FromTheFuture), None];
 const PRINCIPALS: [PrincipalMatch; 3] = [PrincipalMatch::Same, PrincipalMatch::Other, PrincipalMatch::Unreadable];
 const COMPARISONS: [Comparison; 5] =
     [Comparison::Equal, Comparison::Different, Comparison::Newer, Comparison::UnknownKid, Comparison::TooOld];
@@ -61,7 +61,7 @@ fn record_case(number: &mut usize) -> Facts {
         requirement: Requirement::Required,
         no_key: None,
         seen: Seen::Record,
-        age: KeyAge::Fine,
+        age: Some(Verdict::GoOn),
         over_quota: digit(&BOTH, number),
         principal: digit(&PRINCIPALS, number),
         fingerprint: digit(&COMPARISONS, number),
@@ -219,7 +219,7 @@ const PROPERTIES: &[Property] = &[
     (
         "o23: where late retries are rejected, a key without a record runs only if its time is fine",
         |facts, decision| {
-            let fine = facts.age == KeyAge::Fine || facts.after_expiry == AfterExpiry::ExecuteAsNew;
+            let fine = facts.age == Some(Verdict::GoOn) || facts.after_expiry == AfterExpiry::ExecuteAsNew;
             decision != Decision::Claim || facts.seen == Seen::Nothing && fine && !facts.over_quota
         },
     ),
