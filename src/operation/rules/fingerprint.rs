@@ -67,11 +67,9 @@ pub struct Fingerprint {
 pub(crate) enum Comparison {
     Equal,
     Different,
-    /// A newer program wrote the fingerprint: another process can compare it.
-    Newer,
-    /// It was written under a key id that this process does not have: another process can compare
-    /// it.
-    UnknownKid,
+    /// A newer program wrote the fingerprint, or it was written under a key id that this process
+    /// does not have: another process can compare it.
+    Unreadable,
     /// An older program than this one knows wrote it: no process can compare it any more.
     TooOld,
 }
@@ -118,13 +116,13 @@ impl Fingerprinter {
     /// Compares a stored fingerprint with a command, under the stored version and key id.
     pub(crate) fn compare(&self, stored: &Fingerprint, command: &(impl Canonical + ?Sized)) -> Comparison {
         if stored.version > *self.readable.end() {
-            return Comparison::Newer;
+            return Comparison::Unreadable;
         }
         if stored.version < *self.readable.start() {
             return Comparison::TooOld;
         }
         match self.keyring.hash(&stored.kid, &self.message(stored.version, command)) {
-            None => Comparison::UnknownKid,
+            None => Comparison::Unreadable,
             Some(hash) if hash == stored.hash => Comparison::Equal,
             Some(_) => Comparison::Different,
         }

@@ -145,7 +145,7 @@ pub(super) const TABLE: &[Row] = &[
     // In this order (O3): principal, fingerprint version, fingerprint.
     row(KNOWN.principal(&[PrincipalMatch::Other]), Decision::PrincipalMismatch),
     row(KNOWN.principal(&[PrincipalMatch::Unreadable]), Decision::FingerprintUnreadable),
-    row(KNOWN.fingerprint(&[Comparison::Newer, Comparison::UnknownKid]), Decision::FingerprintUnreadable),
+    row(KNOWN.fingerprint(&[Comparison::Unreadable]), Decision::FingerprintUnreadable),
     row(KNOWN.fingerprint(&[Comparison::TooOld]), Decision::FingerprintTooOld),
     row(KNOWN.fingerprint(&[Comparison::Different]), Decision::Mismatch),
     // The claim is not committed yet, in this process or another (O15, O19). There is no operation
