@@ -9,7 +9,7 @@ use oncebox::operation::{
     Retention, Route, Scope, State,
 };
 use oncebox::store::redis::{RedisKeys, RedisOptions};
-use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Owned, RunOutcome};
+use oncebox::store::{Answer, AnswerBody, Basis, Fenced, KeptBody, KeyClaim, Keys, Owned, RunOutcome};
 use oncebox_testkit::store::KeysFixture;
 use redis::AsyncCommands;
 use uuid::Uuid;
@@ -34,10 +34,7 @@ fn claim(key: &str) -> KeyClaim {
 }
 
 async fn take(store: &RedisKeys, claim: &KeyClaim) -> Owned {
-    match store.claim(claim, Basis::New).await.unwrap() {
-        Claimed::Owned(owned) => owned,
-        other => panic!("{other:?}"),
-    }
+    store.claim(claim, Basis::New).await.unwrap().expect("it is free")
 }
 
 /// A server of this test's own, killed with it.
@@ -251,7 +248,7 @@ async fn o25_duplicates_are_suppressed_while_the_server_keeps_its_data_and_a_ser
         store.claim(&running, Basis::New).await.ok()
     })
     .await;
-    assert!(matches!(claimed, Claimed::Refused));
+    assert!(claimed.is_none());
     assert_eq!(store.find(&running.identity).await.unwrap().record.unwrap().state, State::InProgress);
     assert_eq!(store.finish(&owner, &RunOutcome::Unknown, &Retention::default()).await.unwrap(), Fenced::Done);
 }
@@ -268,7 +265,7 @@ async fn o25_a_lease_that_is_over_takes_no_claim_away_and_only_an_outcome_has_a_
         (!look.record.unwrap().is_owned(look.now)).then_some(())
     })
     .await;
-    assert!(matches!(fixture.store.claim(&stale, Basis::New).await.unwrap(), Claimed::Refused));
+    assert!(fixture.store.claim(&stale, Basis::New).await.unwrap().is_none());
     let unknown = take(&fixture.store, &claim("unknown")).await;
     fixture.store.finish(&unknown, &RunOutcome::Unknown, &Retention::default()).await.unwrap();
     for key in fixture.keys("").await {
