@@ -139,9 +139,9 @@ async fn a_certificate_is_verified_and_what_cannot_be_meant_is_refused() {
 #[tokio::test]
 async fn o25_a_guard_takes_no_route_that_needs_a_memory() {
     let Some(fixture) = Prefix::start("o25_a_guard_takes_no_route_that_needs_a_memory").await else { return };
-    let durability = fixture.store().durability();
-    assert_eq!(durability, Durability::Guard);
-    let refused = Route::new(Mode::Edge).validate(durability).unwrap_err();
+    assert_eq!(fixture.store().durability(), Durability::Guard);
+    let engine = Engine::new(fixture.store().clone(), EngineOptions::default());
+    let refused = engine.protect(Endpoint::raw("send_receipt", Route::new(Mode::Edge))).unwrap_err();
     assert!(refused.to_string().starts_with("a guard store forgets"), "{refused}");
     fixture.end().await;
 }

@@ -195,11 +195,9 @@ impl Route {
         }
     }
 
-    /// Checks the settings against each other and against the store.
-    ///
-    /// # Errors
-    /// The first such combination.
-    pub fn validate(&self, store: Durability) -> Result<(), Invalid> {
+    /// Checks the settings against each other and against the store. The error says what the first
+    /// contradiction is.
+    pub(crate) fn validate(&self, store: Durability) -> Result<(), Invalid> {
         let checks = [
             (
                 self.mode == Mode::Transactional && self.while_running == WhileRunning::Accepted,
