@@ -16,11 +16,7 @@
 //! Not here: titles and links in a problem body (`http`), codes of an application such as
 //! `INSUFFICIENT_FUNDS`, and the seconds of `Retry-After` ([`pace`](super::pace)).
 
-use std::fmt;
-use std::str::FromStr;
-
-use super::record::unknown_name;
-use crate::error::Invalid;
+use super::record::names;
 
 /// What is known of a key when a problem is answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -234,33 +230,9 @@ impl KeyState {
     }
 }
 
-impl fmt::Display for Code {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-impl fmt::Display for KeyState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-impl FromStr for Code {
-    type Err = Invalid;
-
-    fn from_str(text: &str) -> Result<Self, Invalid> {
-        Self::all().find(|code| code.as_str() == text).ok_or_else(|| unknown_name("code", text))
-    }
-}
-
-impl FromStr for KeyState {
-    type Err = Invalid;
-
-    fn from_str(text: &str) -> Result<Self, Invalid> {
-        let known = Self::ALL.into_iter().find(|state| state.as_str() == text);
-        known.ok_or_else(|| unknown_name("state of a key", text))
-    }
+names! {
+    Code, "code", Code::all();
+    KeyState, "state of a key", KeyState::ALL;
 }
 
 #[cfg(test)]
@@ -307,7 +279,8 @@ mod tests {
             assert_eq!(row.name.parse(), Ok(row.code));
             assert_eq!(row.key_state.as_str().parse(), Ok(row.key_state));
         }
-        assert_eq!("INSUFFICIENT_FUNDS".parse::<Code>(), Err(unknown_name("code", "INSUFFICIENT_FUNDS")));
+        let why = "INSUFFICIENT_FUNDS".parse::<Code>().expect_err("an application's own").to_string();
+        assert_eq!(why, "`INSUFFICIENT_FUNDS` is no code that this program knows");
     }
 
     // Shown by: `Spent` for a mismatch.

@@ -14,8 +14,6 @@
 //! Not here: how states may change (the suite of stores has the table of all changes), and the
 //! stored answer's headers and body (`store`).
 
-use std::fmt;
-use std::str::FromStr;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -23,7 +21,6 @@ use uuid::Uuid;
 
 use super::fingerprint::Fingerprint;
 use super::identity::{Identity, PrincipalMark};
-use crate::error::Invalid;
 use crate::time::db_time::DbTime;
 use crate::time::lease::Lease;
 
@@ -149,12 +146,6 @@ pub struct Resource {
     pub location: Option<String>,
 }
 
-/// The error for a text that is not a known state, mode, tombstone or code. It may come from a
-/// newer program.
-pub(super) fn unknown_name(what: &str, text: &str) -> Invalid {
-    Invalid::new(format!("`{text}` is no {what} that this program knows"))
-}
-
 impl State {
     /// The states that are stored.
     pub const STORED: [Self; 5] = [
@@ -237,25 +228,31 @@ impl Record {
     }
 }
 
+/// The text of each of these types is its `as_str`, and is read back. A text that is no name may
+/// come from a newer program.
 macro_rules! names {
     ($($kind:ident, $what:literal, $all:expr;)*) => {
         $(
-            impl fmt::Display for $kind {
-                fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            impl std::fmt::Display for $kind {
+                fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                     f.write_str(self.as_str())
                 }
             }
 
-            impl FromStr for $kind {
-                type Err = Invalid;
+            impl std::str::FromStr for $kind {
+                type Err = crate::error::Invalid;
 
-                fn from_str(text: &str) -> Result<Self, Invalid> {
-                    $all.into_iter().find(|one| one.as_str() == text).ok_or_else(|| unknown_name($what, text))
+                fn from_str(text: &str) -> Result<Self, crate::error::Invalid> {
+                    $all.into_iter().find(|one| one.as_str() == text).ok_or_else(|| {
+                        crate::error::Invalid::new(format!("`{text}` is no {} that this program knows", $what))
+                    })
                 }
             }
         )*
     };
 }
+
+pub(super) use names;
 
 names! {
     State, "stored state", State::STORED;
