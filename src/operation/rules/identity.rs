@@ -196,8 +196,7 @@ impl Identity {
 
     /// The number of the lock that is tried before the claim: the first eight bytes of the digest,
     /// in big-endian order (O15). It is computed only here.
-    #[must_use]
-    pub fn lock_number(&self) -> i64 {
+    pub(crate) fn lock_number(&self) -> i64 {
         let [a, b, c, d, e, f, g, h, ..] = self.digest();
         i64::from_be_bytes([a, b, c, d, e, f, g, h])
     }
