@@ -1,4 +1,5 @@
-//! The errors of stores, brokers and handlers, named by what the caller does next.
+//! The errors of stores, brokers and handlers, named by what the caller does next; and the error of
+//! a value that cannot be used.
 //!
 //! Guarantees: adapters classify errors, so no code above them matches on an error of sqlx,
 //! librdkafka or lapin; no error text contains a password (URLs are printed by [`redact`]).
@@ -76,6 +77,18 @@ impl StoreError {
     #[must_use]
     pub(crate) fn is_untrusted(&self) -> bool {
         matches!(self, Self::Unavailable(error) | Self::Other(error) if classify::is_untrusted(error))
+    }
+}
+
+/// A setting, a name, a key or a stored text that cannot be used. It says why in one sentence, for
+/// a person to read.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct Invalid(Cow<'static, str>);
+
+impl Invalid {
+    pub(crate) fn new(why: impl Into<Cow<'static, str>>) -> Self {
+        Self(why.into())
     }
 }
 

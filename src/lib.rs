@@ -164,7 +164,6 @@ pub mod adapter {
     pub use crate::{
         operation::port::stored::Columns,
         operation::rules::doubt::Look,
-        operation::rules::machine::{Event, allowed},
         operation::rules::versions::{Announced, Versions, unreadable},
         operator::keys::nothing_stands,
     };

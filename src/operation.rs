@@ -62,12 +62,12 @@ pub use self::{
     rules::problem::KeyState,
     rules::raw::RawCommand,
     rules::record::{Resource, StoredAnswer, StoredBody, Tombstone},
-    rules::retention::{KeyAge, Retention, RetentionError},
-    rules::route::{AfterExpiry, Durability, Effects, MismatchStatus, Replay, Requirement, RouteError, WhileRunning},
+    rules::retention::Retention,
+    rules::route::{AfterExpiry, Durability, Effects, MismatchStatus, Replay, Requirement, WhileRunning},
     rules::{
         Canonical, Code, Decimal, Fingerprint, FingerprintValue, FingerprintWriter, Fingerprinter, IdempotentCommand,
-        Identity, Key, KeyError, KeyFormat, Keyring, Kid, Mode, OperationName, Outcome, PrincipalMark, Record, Route,
-        Scope, State, ValueWriter, provider, resend,
+        Identity, Key, KeyFormat, Keyring, Kid, Mode, OperationName, Outcome, PrincipalMark, Record, Route, Scope,
+        State, ValueWriter, provider, resend,
     },
     transactional::EffectTx,
 };

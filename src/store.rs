@@ -76,8 +76,8 @@ pub use crate::{
         Taken,
     },
     operation::port::{
-        Answer, AnswerBody, Basis, Begun, Bridged, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats,
-        OperationTx, Operations, Owned, RunOutcome,
+        Answer, AnswerBody, Basis, Begun, Bridged, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, OperationTx,
+        Operations, Owned, RunOutcome,
     },
     operator::keys::{
         FoundKeys, FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, Resolution,

@@ -42,8 +42,7 @@ impl MessageId {
     }
 
     /// The time in the id, in milliseconds since 1970; `None` unless it is a v7 UUID.
-    #[must_use]
-    pub fn unix_millis(self) -> Option<u64> {
+    pub(crate) fn unix_millis(self) -> Option<u64> {
         if self.0.get_version_num() != 7 || self.0.get_variant() != uuid::Variant::RFC4122 {
             return None;
         }

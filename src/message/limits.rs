@@ -47,20 +47,11 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// The name of every limit, which is that of its row in the limits table.
-    pub(crate) const NAMES: [&'static str; 8] = [
-        "topic_length_max",
-        "key_bytes_max",
-        "kind_bytes_max",
-        "headers_max",
-        "header_name_bytes_max",
-        "headers_bytes_max",
-        "content_type_bytes_max",
-        "message_bytes_max",
-    ];
+    /// How many limits there are, each with a row in the limits table.
+    pub(crate) const COUNT: usize = 8;
 
-    /// Sets a limit by the name of its row. An unknown name, from a newer schema, is ignored.
-    pub(crate) fn set(&mut self, name: &str, value: usize) {
+    /// Sets a limit by the name of its row. False for an unknown name, from a newer schema.
+    pub(crate) fn set(&mut self, name: &str, value: usize) -> bool {
         match name {
             "topic_length_max" => self.topic_length_max = value.min(249),
             "key_bytes_max" => self.key_bytes_max = value,
@@ -70,8 +61,9 @@ impl Limits {
             "headers_bytes_max" => self.headers_bytes_max = value.min(65_536),
             "content_type_bytes_max" => self.content_type_bytes_max = value.min(255),
             "message_bytes_max" => self.message_bytes_max = value,
-            _ => {}
+            _ => return false,
         }
+        true
     }
 
     /// Checks a message before it is enqueued.

@@ -5,6 +5,8 @@ use std::collections::HashMap;
 
 use serde_json::value::RawValue;
 
+use crate::error::Invalid;
+
 /// The value at a pointer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Pointed {
@@ -20,33 +22,25 @@ pub(crate) enum Pointed {
     Json(String),
 }
 
-/// Why nothing was found.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum PointerError {
-    /// The payload is not JSON.
-    #[error("not JSON: {0}")]
-    NotJson(String),
-    /// There is nothing at this pointer.
-    #[error("nothing stands there")]
-    Missing,
-}
+const MISSING: &str = "nothing stands there";
 
-pub(crate) fn find(payload: &[u8], pointer: &str) -> Result<Pointed, PointerError> {
-    let not_json = |error: serde_json::Error| PointerError::NotJson(error.to_string());
+pub(crate) fn find(payload: &[u8], pointer: &str) -> Result<Pointed, Invalid> {
+    let not_json = |error: serde_json::Error| Invalid::new(format!("not JSON: {error}"));
+    let missing = || Invalid::new(MISSING);
     let mut at: &RawValue = serde_json::from_slice(payload).map_err(not_json)?;
     for token in pointer.split('/').skip(1) {
         let token = token.replace("~1", "/").replace("~0", "~");
         at = match at.get().as_bytes().first() {
             Some(b'{') => {
                 let members: HashMap<String, &RawValue> = serde_json::from_str(at.get()).map_err(not_json)?;
-                members.get(&token).copied().ok_or(PointerError::Missing)?
+                members.get(&token).copied().ok_or_else(missing)?
             }
             Some(b'[') => {
                 let items: Vec<&RawValue> = serde_json::from_str(at.get()).map_err(not_json)?;
-                let index: usize = token.parse().map_err(|_| PointerError::Missing)?;
-                items.get(index).copied().ok_or(PointerError::Missing)?
+                let index: usize = token.parse().map_err(|_| missing())?;
+                items.get(index).copied().ok_or_else(missing)?
             }
-            _ => return Err(PointerError::Missing),
+            _ => return Err(missing()),
         };
     }
     let text = at.get();
@@ -62,10 +56,10 @@ pub(crate) fn find(payload: &[u8], pointer: &str) -> Result<Pointed, PointerErro
 
 /// Finds a string or a number and returns it as text, for use as an id. Null, booleans, objects and
 /// arrays are no ids.
-pub(crate) fn text_at(payload: &[u8], pointer: &str) -> Result<String, PointerError> {
+pub(crate) fn text_at(payload: &[u8], pointer: &str) -> Result<String, Invalid> {
     match find(payload, pointer)? {
         Pointed::Text(text) | Pointed::Number(text) => Ok(text),
-        _ => Err(PointerError::Missing),
+        _ => Err(Invalid::new(MISSING)),
     }
 }
 
@@ -80,8 +74,8 @@ mod tests {
         assert_eq!(find(payload, "/n"), Ok(Pointed::Null));
         assert_eq!(find(payload, "/s"), Ok(Pointed::Text("ä".into())));
         assert_eq!(find(payload, "/o"), Ok(Pointed::Json(r#"{"x":1}"#.into())));
-        assert_eq!(find(payload, "/a/x"), Err(PointerError::Missing));
-        assert_eq!(find(payload, "/s/0"), Err(PointerError::Missing));
-        assert!(matches!(find(b"{", "/a"), Err(PointerError::NotJson(_))));
+        assert_eq!(find(payload, "/a/x"), Err(Invalid::new(MISSING)));
+        assert_eq!(find(payload, "/s/0"), Err(Invalid::new(MISSING)));
+        assert!(find(b"{", "/a").is_err_and(|why| why.to_string().starts_with("not JSON")));
     }
 }

@@ -17,23 +17,14 @@ impl TraceContext {
     /// valid is dropped.
     #[must_use]
     pub fn parse(traceparent: &str, tracestate: Option<&str>) -> Option<Self> {
-        let bytes = traceparent.as_bytes();
-        let hex = |range: std::ops::Range<usize>| {
-            bytes[range].iter().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(byte))
+        let parts: Vec<&str> = traceparent.split('-').collect();
+        let [version, trace, span, flags] = parts[..] else { return None };
+        let is_hex = |(part, length): (&str, usize)| {
+            part.len() == length && part.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
         };
-        let shape = bytes.len() == 55
-            && bytes[2] == b'-'
-            && bytes[35] == b'-'
-            && bytes[52] == b'-'
-            && hex(0..2)
-            && hex(3..35)
-            && hex(36..52)
-            && hex(53..55);
-        if !shape || traceparent.starts_with("ff") {
-            return None;
-        }
-        let zero = |range: std::ops::Range<usize>| bytes[range].iter().all(|byte| *byte == b'0');
-        if zero(3..35) || zero(36..52) {
+        let is_zero = |part: &str| part.bytes().all(|byte| byte == b'0');
+        let shape = [(version, 2), (trace, 32), (span, 16), (flags, 2)].into_iter().all(is_hex);
+        if !shape || version == "ff" || is_zero(trace) || is_zero(span) {
             return None;
         }
         let printable = |state: &&str| state.bytes().all(|byte| matches!(byte, b'\t' | b' '..=b'~'));

@@ -6,15 +6,10 @@
 
 use chrono::{DateTime, Datelike, SecondsFormat, Timelike, Utc};
 
-/// The value of `specversion`.
 pub(crate) const SPEC_VERSION: &str = "1.0";
-/// The header with the content type on Kafka.
 pub(crate) const CONTENT_TYPE: &str = "content-type";
-/// The header with the W3C trace context: trace id, parent span and flags.
 pub(crate) const TRACEPARENT: &str = "traceparent";
-/// The header with the vendors' state of the W3C trace context.
 pub(crate) const TRACESTATE: &str = "tracestate";
-/// The header that hash exchanges use: the key, or the message id if there is no key.
 pub(crate) const ONCEBOX_HASH: &str = "oncebox-hash";
 
 /// The header names of one protocol binding.

@@ -36,7 +36,7 @@ use super::engine::Engine;
 use super::front::{Asking, Begin, Front, Turn};
 use super::reply::{Answered, Problem};
 use crate::observe::Noted;
-use crate::operation::port::{Claimed, Fenced, Keys, Owned};
+use crate::operation::port::{Fenced, Keys, Owned};
 use crate::operation::rules::classify::{Run, Settle, Untagged};
 use crate::operation::rules::pace::after_attempts;
 use crate::operation::rules::{Code, Mode, Outcome, State};
@@ -159,7 +159,7 @@ async fn claim_and_drive<S, T, R, W>(
     };
     let engine = front.engine();
     match engine.reach().within(engine.store().claim(&begin.claim, begin.basis())).await {
-        Ok(Claimed::Owned(owned)) => {
+        Ok(Some(owned)) => {
             front.forget_command();
             front.note(Noted::Acquired);
             let tell = |answer| drop(tell.send(Step::Answer(answer)));
@@ -167,7 +167,7 @@ async fn claim_and_drive<S, T, R, W>(
             drop(place);
         }
         // The next turn judges the record that exists now; `Front` limits the number of turns.
-        Ok(Claimed::Refused) => {
+        Ok(None) => {
             drop(begin);
             front.look_again();
             drop(tell.send(Step::Refused(Box::new((front, run)))));

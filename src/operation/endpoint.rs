@@ -20,9 +20,8 @@ use uuid::Uuid;
 pub use self::error::EndpointError;
 use super::codec::keeping::Keeping;
 use super::reply::Reply;
-use crate::error::HandlerError;
+use crate::error::{HandlerError, Invalid};
 use crate::observe::{self, Noted};
-use crate::operation::rules::identity::IdentityError;
 use crate::operation::rules::raw::RawCommand;
 use crate::operation::rules::route::{Durability, Replay, Requirement, WhileRunning};
 use crate::operation::rules::{
@@ -68,7 +67,7 @@ pub struct Endpoint {
     command: Option<&'static str>,
     readable: std::ops::RangeInclusive<u32>,
     write_version: Option<u32>,
-    operation: Result<OperationName, IdentityError>,
+    operation: Result<OperationName, Invalid>,
     pub(super) keeping: Keeping,
     pub(super) schema_version: u32,
     pub(super) upcasts: BTreeMap<u32, Upcast>,

@@ -43,14 +43,14 @@ use super::endpoint::Registered;
 use super::engine::Core;
 use super::reply::Answered;
 use super::running::{Entry, NotEntered, Run, Waiting};
-use crate::error::StoreError;
+use crate::error::{Invalid, StoreError};
 use crate::inbox::rules::horizon::Bounds;
 use crate::observe::{self, Noted};
 use crate::operation::port::{Fenced, KeptBody, KeyClaim};
 use crate::operation::rules::decide::{KeyFound, Lost, NoKey, Request, TakeOver};
 use crate::operation::rules::route::{AfterExpiry, Requirement, WhileRunning};
 use crate::operation::rules::{
-    Canonical, Code, Decision, FingerprintWriter, Identity, Key, KeyError, KeyFormat, Mode, Record, Scope, decide,
+    Canonical, Code, Decision, FingerprintWriter, Identity, Key, KeyFormat, Mode, Record, Scope, decide,
 };
 use crate::time::db_time::DbTime;
 
@@ -67,7 +67,7 @@ pub enum KeyGiven {
     /// The request has no key.
     Missing,
     /// The request has a key that is not valid.
-    Malformed(KeyError),
+    Malformed(Invalid),
     /// The request was sent with this key.
     Given(Key),
 }

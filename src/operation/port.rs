@@ -112,16 +112,6 @@ impl From<&Owned> for RecordFence {
     }
 }
 
-/// The result of `Keys::claim`.
-#[derive(Debug)]
-pub enum Claimed {
-    /// The claim succeeded, and this process owns the record.
-    Owned(Owned),
-    /// Nothing is owned: another record is there, or the one that was read has changed or is gone.
-    /// Read the key again, and decide from what is there then (pitfall 12).
-    Refused,
-}
-
 /// The result of `Operations::begin_operation`.
 #[derive(Debug)]
 pub enum Begun<T> {
@@ -356,11 +346,13 @@ pub trait Keys: Debug + Send + Sync + 'static {
     /// Reads the body of a record's answer; none where its time is over.
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError>;
 
-    /// Claims a key in a transaction of its own, in the modes `bridged` and `edge`.
+    /// Claims a key in a transaction of its own, in the modes `bridged` and `edge`. None: another
+    /// record is there, or the one that was read has changed or is gone. Read the key again, and
+    /// decide from what is there then (pitfall 12).
     ///
     /// # Errors
     /// [`StoreError::Refused`] for another mode: a committed claim of it would never be completed.
-    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError>;
+    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Option<Owned>, StoreError>;
 
     /// Renews the lease: it ends this length from now.
     async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError>;

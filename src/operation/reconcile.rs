@@ -17,7 +17,7 @@ use super::endpoint::{Reconciled, Reconciling, Registered};
 use super::engine::Core;
 use crate::error::StoreError;
 use crate::operation::port::evidence::NewEvidence;
-use crate::operation::port::{Answer, AnswerBody, Basis, Claimed, Fenced, KeyClaim, RunOutcome, late_runs};
+use crate::operation::port::{Answer, AnswerBody, Basis, Fenced, KeyClaim, RunOutcome, late_runs};
 use crate::operation::rules::Record;
 use crate::operation::rules::record::Tombstone;
 use crate::text::panic::panic_text;
@@ -30,9 +30,9 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) -> Opt
         let engine = engine_of_task;
         let claim = claim_of(&endpoint, &record);
         let owned = match engine.store().claim(&claim, Basis::Reconcile(&record)).await {
-            Ok(Claimed::Owned(owned)) => owned,
+            Ok(Some(owned)) => owned,
             // Another task asks, or the outcome is known by now.
-            Ok(Claimed::Refused) => return,
+            Ok(None) => return,
             Err(error) => return tracing::debug!(%error, "a record could not be taken over for reconciliation"),
         };
         let asked = Reconciling {
@@ -108,7 +108,7 @@ pub(super) fn claim_of(endpoint: &Registered, record: &Record) -> KeyClaim {
 pub(super) async fn end_of_late_run(engine: &Core, endpoint: &Registered, seen: &Record) -> Result<bool, StoreError> {
     let Some(run) = how_it_ended(engine, seen).await? else { return Ok(false) };
     let claim = claim_of(endpoint, seen);
-    if let Claimed::Owned(owned) = engine.store().claim(&claim, Basis::Late(seen)).await? {
+    if let Some(owned) = engine.store().claim(&claim, Basis::Late(seen)).await? {
         engine.store().finish(&owned, &outcome_of(endpoint, &run), &endpoint.route().retention).await?;
     }
     Ok(true)

@@ -22,7 +22,7 @@
 //! | [`keyring`] | the secrets under which hashes are made | O20, O21 |
 //! | [`canonical`], [`decimal`], [`json`], [`raw`] | the canonical bytes of a command | M18 to M24 |
 //! | [`fingerprint`] | whether two commands are the same | O21 |
-//! | [`record`], [`machine`] | what is stored for a key, and how it may change | O2, O3, M31 |
+//! | [`record`] | what is stored for a key | O2, O3, M31 |
 //! | [`flow`] | the stages of a phased operation | O9, O13, M32 |
 //! | [`route`] | the settings of one operation | O4, O19, O23, O25 |
 //! | [`mod@decide`] | how a request is answered | O3, O11, O15, O19, M42 |
@@ -48,7 +48,6 @@ pub(crate) mod identity;
 pub(crate) mod json;
 pub(crate) mod key;
 pub(crate) mod keyring;
-pub(crate) mod machine;
 pub(crate) mod pace;
 pub(crate) mod problem;
 pub mod provider;
@@ -66,7 +65,7 @@ pub use self::{
     decimal::Decimal,
     fingerprint::{Canonical, Fingerprint, Fingerprinter, IdempotentCommand},
     identity::{Identity, OperationName, PrincipalMark, Scope},
-    key::{Key, KeyError, KeyFormat},
+    key::{Key, KeyFormat},
     keyring::{Keyring, Kid},
     problem::Code,
     record::{Mode, Record, State},

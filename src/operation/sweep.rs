@@ -36,7 +36,7 @@ use super::engine::Core;
 use super::reconcile;
 use crate::error::StoreError;
 use crate::observe::{self, Forgotten, Noted};
-use crate::operation::port::{Basis, Claimed, Fenced};
+use crate::operation::port::{Basis, Fenced};
 use crate::operation::rules::{Mode, Record};
 
 const RECONCILED_AT_ONCE: usize = 8;
@@ -167,7 +167,7 @@ async fn mark_unknown(engine: &Core, endpoint: &Registered, record: &Record) -> 
 /// outcome nothing took effect. It is taken over first, because only an owner may delete it.
 async fn free(engine: &Core, endpoint: &Registered, record: &Record) -> Result<(), StoreError> {
     let claim = reconcile::claim_of(endpoint, record);
-    let Claimed::Owned(owned) = engine.store().claim(&claim, Basis::Reconcile(record)).await? else { return Ok(()) };
+    let Some(owned) = engine.store().claim(&claim, Basis::Reconcile(record)).await? else { return Ok(()) };
     if engine.store().release(&owned).await? == Fenced::Done {
         let (operation, key) = (endpoint.operation(), record.identity.key().short_hash());
         tracing::info!(%operation, key, "an abandoned bridged claim was deleted: nothing took effect, and its key is free");

@@ -16,9 +16,8 @@
 //!   [`StoreError::Unavailable`](crate::error::StoreError::Unavailable), and nothing runs.
 //!
 //! A failover that loses a write loses a claim. So only routes of mode `edge` whose effects are
-//! declared repeatable are accepted
-//! ([`Route::validate`](crate::operation::rules::Route::validate)). It must be one primary, not a
-//! cluster: the scripts use keys of several slots.
+//! declared repeatable are accepted. It must be one primary, not a cluster: the scripts use keys of
+//! several slots.
 //!
 //! Not here: outcomes that must not be lost (`postgres`, `mysql`, `sqlite`).
 

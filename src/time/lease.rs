@@ -57,30 +57,22 @@ pub(crate) struct Fence {
 
 impl Fence {
     /// Compares the values in the row with those that this session wrote last. Where they differ,
-    /// the lease was taken again, or a failover lost a write: the session ends.
-    pub(crate) fn check(self, seen: Self) -> Result<(), FenceLost> {
-        if seen.epoch > self.epoch {
-            Err(FenceLost::TakenOver { mine: self.epoch, seen: seen.epoch })
-        } else if seen != self {
-            Err(FenceLost::NotMine { mine: self, seen })
+    /// the lease was taken again, or a failover lost a write: the session ends. The error says it
+    /// for a person.
+    pub(crate) fn check(self, seen: Self) -> Result<(), String> {
+        let (Self { epoch, revision }, mine) = (seen, self);
+        if epoch > mine.epoch {
+            let mine = mine.epoch;
+            Err(format!("the lease was taken over: the row has epoch {epoch}, this session has {mine}"))
+        } else if seen != mine {
+            Err(format!(
+                "the row of the lease has epoch {epoch} revision {revision}, this session wrote epoch {} revision {}",
+                mine.epoch, mine.revision
+            ))
         } else {
             Ok(())
         }
     }
-}
-
-/// Why a session has ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum FenceLost {
-    /// The lease was taken again, as a rule by another owner.
-    #[error("the lease was taken over: the row has epoch {seen}, this session has {mine}")]
-    TakenOver { mine: i64, seen: i64 },
-    /// The row is not as this session wrote it: for example after a failover that lost a write.
-    #[error(
-        "the row of the lease has epoch {} revision {}, this session wrote epoch {} revision {}",
-        .seen.epoch, .seen.revision, .mine.epoch, .mine.revision
-    )]
-    NotMine { mine: Fence, seen: Fence },
 }
 
 #[cfg(test)]
@@ -121,10 +113,12 @@ mod tests {
         let mine = Fence { epoch: 7, revision: 3 };
         assert_eq!(mine.check(mine), Ok(()));
         let seen = Fence { epoch: 8, revision: 0 };
-        assert_eq!(mine.check(seen), Err(FenceLost::TakenOver { mine: 7, seen: 8 }));
+        let why = mine.check(seen).expect_err("taken over");
+        assert_eq!(why, "the lease was taken over: the row has epoch 8, this session has 7");
         for seen in [Fence { epoch: 7, revision: 2 }, Fence { epoch: 7, revision: 4 }, Fence { epoch: 6, revision: 3 }]
         {
-            assert_eq!(mine.check(seen), Err(FenceLost::NotMine { mine, seen }));
+            let why = mine.check(seen).expect_err("not as it was left");
+            assert!(why.ends_with("this session wrote epoch 7 revision 3"), "{why}");
         }
     }
 }

@@ -15,6 +15,8 @@
 
 use std::time::Duration;
 
+use crate::error::Invalid;
+
 /// The schedule of a consumer's retries.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RetryPolicy {
@@ -64,21 +66,6 @@ pub(crate) enum Asked {
     NotInPlace,
     /// Do not try again at all.
     NoRetry,
-}
-
-/// Why a schedule cannot be used.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum RetryPolicyError {
-    #[error("`max_attempts` must be at least 1")]
-    NoAttempt,
-    #[error("`base` must be longer than zero")]
-    NoBase,
-    #[error("`cap` must be at least as long as `base`")]
-    CapBelowBase,
-    #[error("`multiplier` must be at least 1")]
-    Multiplier,
-    #[error("`jitter` must be from 0 to 1")]
-    Jitter,
 }
 
 impl Default for RetryPolicy {
@@ -133,17 +120,18 @@ impl RetryPolicy {
     }
 
     /// Checks the settings. The error names one that cannot be used.
-    pub(crate) fn validate(&self) -> Result<(), RetryPolicyError> {
+    pub(crate) fn validate(&self) -> Result<(), Invalid> {
+        let refused = |why: &'static str| Err(Invalid::new(why));
         if self.max_attempts == 0 {
-            Err(RetryPolicyError::NoAttempt)
+            refused("`max_attempts` must be at least 1")
         } else if self.base.is_zero() {
-            Err(RetryPolicyError::NoBase)
+            refused("`base` must be longer than zero")
         } else if self.cap < self.base {
-            Err(RetryPolicyError::CapBelowBase)
+            refused("`cap` must be at least as long as `base`")
         } else if !(self.multiplier >= 1.0 && self.multiplier.is_finite()) {
-            Err(RetryPolicyError::Multiplier)
+            refused("`multiplier` must be at least 1")
         } else if !(0.0..=1.0).contains(&self.jitter) {
-            Err(RetryPolicyError::Jitter)
+            refused("`jitter` must be from 0 to 1")
         } else {
             Ok(())
         }
@@ -225,17 +213,18 @@ mod tests {
     fn the_default_is_usable_and_each_broken_setting_is_named() {
         let good = RetryPolicy::default();
         assert_eq!(good.validate(), Ok(()));
-        for (bad, error) in [
-            (RetryPolicy { max_attempts: 0, ..good }, RetryPolicyError::NoAttempt),
-            (RetryPolicy { base: Duration::ZERO, ..good }, RetryPolicyError::NoBase),
-            (RetryPolicy { cap: Duration::from_millis(999), ..good }, RetryPolicyError::CapBelowBase),
-            (RetryPolicy { multiplier: 0.5, ..good }, RetryPolicyError::Multiplier),
-            (RetryPolicy { multiplier: f64::NAN, ..good }, RetryPolicyError::Multiplier),
-            (RetryPolicy { multiplier: f64::INFINITY, ..good }, RetryPolicyError::Multiplier),
-            (RetryPolicy { jitter: -0.1, ..good }, RetryPolicyError::Jitter),
-            (RetryPolicy { jitter: f64::NAN, ..good }, RetryPolicyError::Jitter),
+        for (bad, name) in [
+            (RetryPolicy { max_attempts: 0, ..good }, "`max_attempts`"),
+            (RetryPolicy { base: Duration::ZERO, ..good }, "`base`"),
+            (RetryPolicy { cap: Duration::from_millis(999), ..good }, "`cap`"),
+            (RetryPolicy { multiplier: 0.5, ..good }, "`multiplier`"),
+            (RetryPolicy { multiplier: f64::NAN, ..good }, "`multiplier`"),
+            (RetryPolicy { multiplier: f64::INFINITY, ..good }, "`multiplier`"),
+            (RetryPolicy { jitter: -0.1, ..good }, "`jitter`"),
+            (RetryPolicy { jitter: f64::NAN, ..good }, "`jitter`"),
         ] {
-            assert_eq!(bad.validate(), Err(error));
+            let why = bad.validate().expect_err(name).to_string();
+            assert!(why.starts_with(name), "{why}");
         }
     }
 }

@@ -73,7 +73,9 @@ async fn between(
 
 /// Its claim is open: nobody but the lock tells.
 async fn an_open_claim(database: crate::postgres::Database, world: Pg, end: End) {
-    let take = format!("select pg_advisory_lock({})", identity("t1", K1).lock_number());
+    let digest = identity("t1", K1).digest();
+    let number = i64::from_be_bytes(digest[..8].try_into().unwrap());
+    let take = format!("select pg_advisory_lock({number})");
     let (answered, session, calls) = between(&database, &world, end, &take).await;
     problem(answered, Code::InProgress);
     assert_eq!((calls, world.effects().await, world.record("t1", K1).await), (1, 0, None));

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use oncebox::operation::{Durability, Identity, OperationName, Record, Retention};
 use oncebox::store::{
-    AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Owned, RunOutcome,
+    AnswerBody, Basis, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Owned, RunOutcome,
     StoredEvidence,
 };
 use oncebox::{StoreError, sqlx};
@@ -65,12 +65,12 @@ pub(crate) struct Faulty<S> {
 
 impl<S: Keys> Faulty<S> {
     /// Another owner is faster, and has given the key back when this claim is answered.
-    async fn vanishes(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+    async fn vanishes(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Option<Owned>, StoreError> {
         let faster = KeyClaim { owner: KeyClaim::new_owner(), operation_id: uuid::Uuid::now_v7(), ..claim.clone() };
-        let Claimed::Owned(other) = self.inner.claim(&faster, Basis::New).await? else { panic!("the key is not free") };
-        assert!(matches!(self.inner.claim(claim, basis).await?, Claimed::Refused));
+        let Some(other) = self.inner.claim(&faster, Basis::New).await? else { panic!("the key is not free") };
+        assert!(self.inner.claim(claim, basis).await?.is_none());
         assert_eq!(self.inner.release(&other).await?, Fenced::Done);
-        Ok(Claimed::Refused)
+        Ok(None)
     }
 }
 
@@ -97,7 +97,7 @@ impl<S: Keys + Clone> Keys for Faulty<S> {
         self.inner.body(record).await
     }
 
-    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Option<Owned>, StoreError> {
         self.faults.claims.fetch_add(1, Ordering::SeqCst);
         away(&self.faults.claim)?;
         if self
@@ -115,7 +115,7 @@ impl<S: Keys + Clone> Keys for Faulty<S> {
                 while late.faults.releases.load(Ordering::SeqCst) == 0 {
                     tokio::task::yield_now().await;
                 }
-                assert!(matches!(late.inner.claim(&claim, Basis::New).await, Ok(Claimed::Owned(_))));
+                assert!(matches!(late.inner.claim(&claim, Basis::New).await, Ok(Some(_))));
                 late.faults.has_arrived.store(true, Ordering::SeqCst);
             });
             return Err(StoreError::Unavailable(sqlx::Error::PoolTimedOut));

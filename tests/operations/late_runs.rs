@@ -8,7 +8,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::post as route_post;
 use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer, OutcomeTag};
 use oncebox::operation::{Code, Effects, Endpoint, Mode, Outcome, Reconciled, Record, Route, State as Remembered};
-use oncebox::store::{ActContext, Basis, Begun, Claimed, Fenced, KeyChange, KeyClaim};
+use oncebox::store::{ActContext, Basis, Begun, Fenced, KeyChange, KeyClaim};
 
 use super::kit::*;
 use super::layer::{edge, layered};
@@ -175,9 +175,7 @@ async fn says_nothing_of_the_run_after_it<S: Sql>(world: &World<S>, told: &'stat
     let seen = world.record("t1", K1).await.unwrap();
     let endpoint = world.another_process().engine.protect(Endpoint::raw("put", edge())).unwrap();
     let again = KeyClaim { operation_id: seen.operation_id, ..claim(&endpoint, K1, Mode::Edge, SOON) };
-    let Claimed::Owned(owned) = world.store.claim(&again, Basis::TakeOver(&seen)).await.unwrap() else {
-        panic!("not taken")
-    };
+    let Some(owned) = world.store.claim(&again, Basis::TakeOver(&seen)).await.unwrap() else { panic!("not taken") };
     let unknown = oncebox::store::RunOutcome::Unknown;
     assert_eq!(world.store.finish(&owned, &unknown, &edge().retention).await.unwrap(), Fenced::Done);
     slow.let_go();
@@ -302,7 +300,7 @@ async fn a_release_and_a_late_word_at_once_leave_one_of_them_seen<S: Sql>(world:
     let endpoint = world.engine.protect(Endpoint::raw("put", edge())).unwrap();
     for (number, freed_by) in (0..).zip(["release", "reclaim", "by hand"]) {
         let wanted = claim(&endpoint, &format!("key-000000000000000{number}"), Mode::Edge, SOON);
-        let Claimed::Owned(owned) = world.store.claim(&wanted, Basis::New).await.unwrap() else { panic!("not new") };
+        let Some(owned) = world.store.claim(&wanted, Basis::New).await.unwrap() else { panic!("not new") };
         if freed_by != "release" {
             let failed = oncebox::store::RunOutcome::FailedRetryable { error_code: None };
             world.store.finish(&owned, &failed, &edge().retention).await.unwrap();
@@ -316,7 +314,7 @@ async fn a_release_and_a_late_word_at_once_leave_one_of_them_seen<S: Sql>(world:
                 "release" => store.release(&owned).await.unwrap() == Fenced::Done,
                 "reclaim" => {
                     let again = KeyClaim { owner: KeyClaim::new_owner(), ..wanted };
-                    matches!(store.claim(&again, Basis::Reclaim(&seen)).await.unwrap(), Claimed::Owned(_))
+                    store.claim(&again, Basis::Reclaim(&seen)).await.unwrap().is_some()
                 }
                 _ => {
                     let release = KeyChange::Release { against_evidence: false };
@@ -348,7 +346,7 @@ async fn a_transaction_that_runs_a_failed_run_again_does_not_wait_for_its_record
     }
     let endpoint = world.engine.protect(Endpoint::raw("put", edge())).unwrap();
     let wanted = claim(&endpoint, K1, Mode::Edge, SOON);
-    let Claimed::Owned(owned) = world.store.claim(&wanted, Basis::New).await.unwrap() else { panic!("not new") };
+    let Some(owned) = world.store.claim(&wanted, Basis::New).await.unwrap() else { panic!("not new") };
     let failed = oncebox::store::RunOutcome::FailedRetryable { error_code: None };
     world.store.finish(&owned, &failed, &edge().retention).await.unwrap();
     let seen = world.record("t1", K1).await.unwrap();

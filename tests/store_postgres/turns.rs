@@ -8,9 +8,9 @@ use oncebox::message::{Arrived, Coordinates, IdRule, Message, MessageId};
 use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Retention, Scope as KeyScope, Stage, Tombstone};
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{
-    Answer, AnswerBody, Base, Basis, Begun, Claimed, ConsumerId, ConsumerSpec, FIRST_POINT, Fenced, Inbox, InboxEntry,
-    KeyClaim, Keys, LeaseAnswer, LeaseRequest, Mailbox, Mark, NewOperation, Operations, Operator, Outbox, ParkAs,
-    Parked, Phases, Proof, RowLease, RunOutcome, Scope, Sealed, StoreOptions, Undone, Waiting,
+    Answer, AnswerBody, Base, Basis, Begun, ConsumerId, ConsumerSpec, FIRST_POINT, Fenced, Inbox, InboxEntry, KeyClaim,
+    Keys, LeaseAnswer, LeaseRequest, Mailbox, Mark, NewOperation, Operations, Operator, Outbox, ParkAs, Parked, Phases,
+    Proof, RowLease, RunOutcome, Scope, Sealed, StoreOptions, Undone, Waiting,
 };
 use uuid::Uuid;
 
@@ -144,13 +144,13 @@ async fn operations(store: &PostgresStore, number: usize) {
     };
     let kept = Retention::default();
     let edge = key_claim(Mode::Edge, number);
-    let Claimed::Owned(owned) = store.claim(&edge, Basis::New).await.unwrap() else { panic!("it is free") };
-    assert!(matches!(store.claim(&edge, Basis::New).await.unwrap(), Claimed::Refused));
+    let Some(owned) = store.claim(&edge, Basis::New).await.unwrap() else { panic!("it is free") };
+    assert!(store.claim(&edge, Basis::New).await.unwrap().is_none());
     assert!(store.find(&edge.identity).await.unwrap().record.is_some());
     assert_eq!(store.heartbeat(&owned, LEASE).await.unwrap(), Fenced::Done);
     assert_eq!(store.finish(&owned, &outcome, &kept).await.unwrap(), Fenced::Done);
     let lost = KeyClaim { lease: Duration::from_millis(1), ..key_claim(Mode::Bridged, number) };
-    let Claimed::Owned(owned) = store.claim(&lost, Basis::New).await.unwrap() else { panic!("it is free") };
+    let Some(owned) = store.claim(&lost, Basis::New).await.unwrap() else { panic!("it is free") };
     let found = eventually("its lease is over", Duration::from_secs(60), || async {
         store.stale(lost.identity.operation(), 10).await.unwrap().pop()
     });

@@ -3,7 +3,6 @@
 use std::time::Duration;
 
 use oncebox::StoreError;
-use oncebox::message::MessageId;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, LeaseAnswer, LeaseRequest, Mark, Outbox};
 use oncebox_testkit::store::{Fixture, RawMessage, RawValue, Trial, limit_cases};
@@ -164,7 +163,8 @@ async fn the_door_of_the_manual_fills_in_the_rest() {
     let [first, second] = &rows[..] else { panic!("{rows:?}") };
     assert_eq!(first.message.id.to_string(), id);
     for message in [&first.message, &second.message] {
-        let millis = MessageId::from_uuid(message.id).unix_millis().unwrap();
+        let (seconds, nanos) = message.id.get_timestamp().unwrap().to_unix();
+        let millis = seconds * 1_000 + u64::from(nanos) / 1_000_000;
         let created = u64::try_from(message.created_at.timestamp_millis()).unwrap();
         assert!(millis.abs_diff(created) < 60_000, "the id carries the time of the database");
         assert!(message.headers.is_empty() && message.trace.is_none());

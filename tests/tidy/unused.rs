@@ -11,20 +11,10 @@ use std::path::{Path, PathBuf};
 use super::{all_sources, read, sources_below};
 
 /// Public items that no production code, example or page uses, each with the reason why it stays.
-const KEPT: [(&str, &str); 3] = [
-    (
-        "src/operation/rules/machine.rs: Event::ALL",
-        "the events of the machine of records, as drawn: the suite of stores walks them",
-    ),
-    (
-        "src/operation/rules/machine.rs: allowed",
-        "the machine of records, as drawn: the suite compares every statement of every store with it",
-    ),
-    (
-        "src/outbox/rules/diversion.rs: Diversion::load",
-        "the diversions of a shard in one step for the models; production calls what it calls, row by row",
-    ),
-];
+const KEPT: [(&str, &str); 1] = [(
+    "src/outbox/rules/diversion.rs: Diversion::load",
+    "the diversions of a shard in one step for the models; production calls what it calls, row by row",
+)];
 
 /// What only tests use.
 const ONLY_TESTS: [&str; 1] = ["crates/testkit"];

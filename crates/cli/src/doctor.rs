@@ -211,10 +211,10 @@ fn versions(live: &[Announced]) -> Vec<Finding> {
             Finding::ok(name(&of_one[0].versions.operation), said.collect::<Vec<_>>().join("; "))
         })
         .collect();
-    found.extend(unreadable(live).into_iter().map(|one| {
+    found.extend(unreadable(live).into_iter().map(|(operation, why)| {
         Finding::warning(
-            name(&one.operation),
-            format!("process {} writes {}, which process {} cannot read", one.writer, one.what, one.reader),
+            name(operation),
+            why,
             "lower `write_version` or the key id that is written with until every process reads it: else second requests are answered 503 or 409",
         )
     }));

@@ -20,8 +20,8 @@ use oncebox::operation::{
     Durability, Identity, Mode, OperationName, Record, Retention, State, StoredAnswer, StoredBody, Tombstone,
 };
 use oncebox::store::{
-    Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Owned,
-    RunOutcome, StoredEvidence,
+    Answer, AnswerBody, Basis, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Owned, RunOutcome,
+    StoredEvidence,
 };
 
 /// A store of keys in memory. Its clones share the records.
@@ -130,14 +130,14 @@ impl Keys for MemoryKeys {
         Ok(row.and_then(|row| row.body.as_ref()).filter(|(_, until)| *until > now).map(|(body, _)| body.clone()))
     }
 
-    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Option<Owned>, StoreError> {
         claim.requires(&[Mode::Bridged, Mode::Edge])?;
         let (mut book, now, digest) = (self.book(), now(), claim.identity.digest());
         let created_at = match (book.rows.get(&digest), basis) {
             (None, Basis::New) => now,
             (Some(row), basis) if row.holds(basis, now) && row.record.outcome_at.is_some() => now,
             (Some(row), basis) if row.holds(basis, now) => row.record.created_at,
-            _ => return Ok(Claimed::Refused),
+            _ => return Ok(None),
         };
         let owned = claim.owned(basis);
         let record = Record {
@@ -159,7 +159,7 @@ impl Keys for MemoryKeys {
             error_code: None,
         };
         book.rows.insert(digest, Row { record, owner: owned.owner, body: None });
-        Ok(Claimed::Owned(owned))
+        Ok(Some(owned))
     }
 
     async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {

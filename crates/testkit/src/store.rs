@@ -24,6 +24,7 @@ pub mod keys_machine;
 pub mod lifetimes;
 mod limits;
 pub mod lost;
+mod machine;
 pub mod mailbox;
 pub mod operations;
 pub mod operator;

@@ -23,8 +23,8 @@ use tower_service::Service;
 use super::intake::{content_type, invalid, key_in, multipart_refused, read_body, refused, scope_in, unread};
 use super::outcome::ended;
 use super::respond::respond;
+use crate::error::Invalid;
 use crate::operation::port::Keys;
-use crate::operation::rules::json::JsonError;
 use crate::operation::rules::raw::RawCommand;
 use crate::operation::rules::{Code, Mode};
 use crate::operation::{Asking, EdgeAnswer, Endpoint, EndpointError, Engine, Guard, Problem, Registered};
@@ -154,7 +154,7 @@ where
 /// parameters: a router may distinguish two resources only by their paths, and in `nest_service`
 /// and in a fallback it may give other parameters. So after a mount or an ingress prefix has
 /// changed, a retry is another command: it gets 422, and nothing runs.
-async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Result<RawCommand, JsonError> {
+async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Result<RawCommand, Invalid> {
     let mut path = vec![("@method".to_owned(), parts.method.as_str().to_owned())];
     // Nested routers strip prefixes of `uri` (pitfall 24).
     let uri = parts.extensions.get::<OriginalUri>().map_or(&parts.uri, |original| &original.0);

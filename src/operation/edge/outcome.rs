@@ -15,7 +15,7 @@ use crate::error::StoreError;
 use crate::observe::Noted;
 use crate::operation::codec::{Kept, error_code};
 use crate::operation::port::evidence::{NewEvidence, Sealed};
-use crate::operation::port::{AnswerBody, Basis, Claimed, Fenced, KeyClaim, Look, Owned, RunOutcome};
+use crate::operation::port::{AnswerBody, Basis, Fenced, KeyClaim, Look, Owned, RunOutcome};
 use crate::operation::rules::classify::Settle;
 use crate::operation::rules::record::Tombstone;
 use crate::operation::rules::{Code, Mode, Record, State};
@@ -206,7 +206,7 @@ impl Edge {
             ..self.begin.claim.clone()
         };
         match store.claim(&claim, basis).await {
-            Ok(Claimed::Owned(owned)) => matches!(self.write(&owned, end).await, Ok(Fenced::Done)),
+            Ok(Some(owned)) => matches!(self.write(&owned, end).await, Ok(Fenced::Done)),
             _ => false,
         }
     }

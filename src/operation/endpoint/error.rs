@@ -1,23 +1,16 @@
 //! Why an operation cannot be registered: each reason with the setting that causes it.
 
-use crate::operation::rules::fingerprint::FingerprinterError;
-use crate::operation::rules::identity::IdentityError;
-use crate::operation::rules::route::RouteError;
+use crate::error::Invalid;
 use crate::operation::rules::{Mode, OperationName};
 
 /// Why an operation cannot be registered.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum EndpointError {
-    /// The name of the operation cannot be used.
+    /// The name or the `write_version` cannot be used, or settings of the route contradict each
+    /// other.
     #[error(transparent)]
-    Name(#[from] IdentityError),
-    /// The policies of the route contradict each other.
-    #[error(transparent)]
-    Route(#[from] RouteError),
-    /// The `write_version` of the operation cannot be used for fingerprints.
-    #[error(transparent)]
-    Fingerprints(#[from] FingerprinterError),
+    Invalid(#[from] Invalid),
     /// A header that is never replayed.
     #[error("the header `{0}` is never stored: it belongs to one answer, one connection or one caller")]
     Header(String),

@@ -22,9 +22,9 @@ use super::ends::{First, Local, Settled};
 use super::phase::{FirstPhase, LocalPhase, Phase, SettledPhase};
 use super::point::{LocalPoint, SettledPoint};
 use super::provider::Provider;
-use crate::error::{HandlerError, StoreError};
+use crate::error::{HandlerError, Invalid, StoreError};
 use crate::operation::port::phases::{FIRST_POINT, PhaseTx};
-use crate::operation::rules::provider::{KeyWindowError, Strategy};
+use crate::operation::rules::provider::Strategy;
 use crate::store::base::Base;
 
 pub(super) type AnyCommand = Arc<dyn Any + Send + Sync>;
@@ -73,7 +73,7 @@ pub enum FlowError {
         /// The name of the effect.
         effect: &'static str,
         /// What is wrong with its window.
-        error: KeyWindowError,
+        error: Invalid,
     },
     /// `max_in_flight` of an effect's window is shorter than its provider's timeout (O6).
     #[error(

@@ -76,50 +76,13 @@ impl ValueWriter<'_> {
         self.out.extend_from_slice(content);
     }
 
-    /// A text, byte for byte.
-    pub(super) fn text(self, text: &str) {
-        self.put(b's', text.as_bytes());
-    }
-
     /// A byte string, written as it is.
     pub fn bytes(self, bytes: &[u8]) {
         self.put(b'b', bytes);
     }
 
-    /// A boolean value, as a tag without content.
-    pub(super) fn boolean(self, value: bool) {
-        self.put(if value { b't' } else { b'f' }, &[]);
-    }
-
-    /// A whole number, as its decimal digits.
-    pub(super) fn integer(self, digits: impl Into<i128>) {
-        self.put(b'i', digits.into().to_string().as_bytes());
-    }
-
-    /// An amount, in its shortest form.
-    pub(super) fn decimal(self, amount: Decimal) {
-        self.put(b'd', amount.to_string().as_bytes());
-    }
-
-    /// An absent value, which differs from any default. Fill in defaults before.
-    pub(super) fn absent(self) {
-        self.put(b'n', &[]);
-    }
-
-    /// An optional value that is present. It differs from the bare value, so an absent value inside
-    /// a present one (null in a patch) differs from an absent one.
-    pub(super) fn present(self, value: &(impl FingerprintValue + ?Sized)) {
-        self.put(b'o', &encoded(value));
-    }
-
-    /// A list of values in this order.
-    pub(super) fn list<'v, V: FingerprintValue + ?Sized + 'v>(self, values: impl IntoIterator<Item = &'v V>) {
-        let values: Vec<Vec<u8>> = values.into_iter().map(encoded).collect();
-        self.put(b'l', &framed(values.iter().map(Vec::as_slice)));
-    }
-
     /// A map, sorted by the canonical bytes of the keys.
-    pub(super) fn map<'v, K, V>(self, entries: impl IntoIterator<Item = (&'v K, &'v V)>)
+    fn map<'v, K, V>(self, entries: impl IntoIterator<Item = (&'v K, &'v V)>)
     where
         K: FingerprintValue + ?Sized + 'v,
         V: FingerprintValue + ?Sized + 'v,
@@ -151,13 +114,13 @@ impl<T: FingerprintValue + ?Sized> FingerprintValue for &T {
 
 impl FingerprintValue for str {
     fn write(&self, out: ValueWriter<'_>) {
-        out.text(self);
+        out.put(b's', self.as_bytes());
     }
 }
 
 impl FingerprintValue for String {
     fn write(&self, out: ValueWriter<'_>) {
-        out.text(self);
+        self.as_str().write(out);
     }
 }
 
@@ -169,19 +132,19 @@ impl FingerprintValue for Bytes<'_> {
 
 impl FingerprintValue for bool {
     fn write(&self, out: ValueWriter<'_>) {
-        out.boolean(*self);
+        out.put(if *self { b't' } else { b'f' }, &[]);
     }
 }
 
 impl FingerprintValue for Decimal {
     fn write(&self, out: ValueWriter<'_>) {
-        out.decimal(*self);
+        out.put(b'd', self.to_string().as_bytes());
     }
 }
 
 impl FingerprintValue for Uuid {
     fn write(&self, out: ValueWriter<'_>) {
-        out.text(&self.to_string());
+        self.to_string().write(out);
     }
 }
 
@@ -189,7 +152,7 @@ macro_rules! whole_numbers {
     ($($number:ty)*) => {
         $(impl FingerprintValue for $number {
             fn write(&self, out: ValueWriter<'_>) {
-                out.integer(*self);
+                out.put(b'i', self.to_string().as_bytes());
             }
         })*
     };
@@ -197,24 +160,28 @@ macro_rules! whole_numbers {
 
 whole_numbers!(i8 i16 i32 i64 i128 u8 u16 u32 u64);
 
+/// An absent value differs from any default, so fill in defaults before. A present one differs from
+/// the bare value, so an absent value inside a present one (null in a patch) differs from an absent
+/// one.
 impl<T: FingerprintValue> FingerprintValue for Option<T> {
     fn write(&self, out: ValueWriter<'_>) {
         match self {
-            None => out.absent(),
-            Some(value) => out.present(value),
+            None => out.put(b'n', &[]),
+            Some(value) => out.put(b'o', &encoded(value)),
         }
     }
 }
 
 impl<T: FingerprintValue> FingerprintValue for [T] {
     fn write(&self, out: ValueWriter<'_>) {
-        out.list(self);
+        let values: Vec<Vec<u8>> = self.iter().map(encoded).collect();
+        out.put(b'l', &framed(values.iter().map(Vec::as_slice)));
     }
 }
 
 impl<T: FingerprintValue> FingerprintValue for Vec<T> {
     fn write(&self, out: ValueWriter<'_>) {
-        out.list(self);
+        self.as_slice().write(out);
     }
 }
 
@@ -252,12 +219,11 @@ mod tests {
     impl FingerprintValue for Any {
         fn write(&self, out: ValueWriter<'_>) {
             match self {
-                Self::Text(text) => out.text(text),
+                Self::Text(text) => text.write(out),
                 Self::Bytes(bytes) => Bytes(bytes).write(out),
                 Self::Flag(flag) => flag.write(out),
                 Self::Whole(number) => number.write(out),
-                Self::Option(None) => out.absent(),
-                Self::Option(Some(value)) => out.present(&**value),
+                Self::Option(value) => value.as_deref().write(out),
                 Self::List(values) => values.write(out),
                 Self::Map(entries) => entries.write(out),
                 Self::Record(fields) => out.record(|writer| {

@@ -30,9 +30,8 @@ mod table;
 use super::fingerprint::{Canonical, Fingerprint, Fingerprinter};
 use super::identity::{Identity, PrincipalMark, Scope};
 use super::record::{Record, StoredAnswer, StoredBody};
-use super::retention::KeyAge;
 use super::route::Route;
-use crate::inbox::rules::horizon::Bounds;
+use crate::inbox::rules::horizon::{self, Age, Bounds};
 use crate::time::db_time::DbTime;
 
 pub(crate) use self::decision::{Decision, Lost, TakeOver};
@@ -42,7 +41,7 @@ use self::table::{Body, Facts, Seen, judge};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NoKey {
     Missing,
-    /// A key was sent that is not valid ([`KeyError`](super::key::KeyError)).
+    /// A key was sent that is not valid ([`Key::parse`](super::key::Key::parse)).
     Malformed,
     /// A key was sent, and the caller is not authenticated.
     Unscoped,
@@ -115,7 +114,8 @@ fn facts(route: &Route, asked: Result<&Request<'_>, NoKey>, found: KeyFound<'_>)
         }
         KeyFound::Nothing(bounds) => {
             facts.seen = Seen::Nothing;
-            facts.age = bounds.map_or(KeyAge::Untimed, |bounds| KeyAge::of(request.identity.key().time(), bounds));
+            let timed = request.identity.key().time().zip(bounds);
+            facts.age = timed.map(|(time, bounds)| horizon::judge(Age::InId(time), bounds));
         }
         KeyFound::Record(record, _) if record.identity != *request.identity => facts.seen = Seen::WrongRecord,
         KeyFound::Record(record, now) => {

@@ -8,6 +8,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use crate::error::Invalid;
+
 /// An exact decimal of at most 38 digits, in its shortest form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Decimal {
@@ -15,14 +17,8 @@ pub struct Decimal {
     scale: u32,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum DecimalError {
-    #[error("not a decimal: write digits, an optional minus and an optional point, such as -12.50")]
-    Syntax,
-    #[error("more than 38 digits")]
-    TooLong,
-}
+const NO_DECIMAL: &str = "not a decimal: write digits, an optional minus and an optional point, such as -12.50";
+const TOO_LONG: &str = "more than 38 digits";
 
 impl Decimal {
     /// `unscaled` divided by ten to the power of `scale`: 1250 and 2 are 12.5.
@@ -40,22 +36,22 @@ impl Decimal {
 }
 
 impl FromStr for Decimal {
-    type Err = DecimalError;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, DecimalError> {
+    fn from_str(text: &str) -> Result<Self, Invalid> {
         let (negative, number) = text.strip_prefix('-').map_or((false, text), |number| (true, number));
         let (whole, fraction) = number.split_once('.').map_or((number, None), |(whole, part)| (whole, Some(part)));
         let digits = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
         if !digits(whole) || fraction.is_some_and(|part| !digits(part)) {
-            return Err(DecimalError::Syntax);
+            return Err(Invalid::new(NO_DECIMAL));
         }
         let (whole, fraction) = (whole.trim_start_matches('0'), fraction.unwrap_or("").trim_end_matches('0'));
         if whole.len() + fraction.len() > 38 {
-            return Err(DecimalError::TooLong);
+            return Err(Invalid::new(TOO_LONG));
         }
         let digits = whole.bytes().chain(fraction.bytes());
         let unscaled = digits.fold(0_i128, |number, digit| number * 10 + i128::from(digit - b'0'));
-        let scale = u32::try_from(fraction.len()).map_err(|_| DecimalError::TooLong)?;
+        let scale = u32::try_from(fraction.len()).map_err(|_| Invalid::new(TOO_LONG))?;
         Ok(Self::new(if negative { -unscaled } else { unscaled }, scale))
     }
 }
@@ -105,11 +101,11 @@ mod tests {
     #[test]
     fn m24_what_is_not_exact_is_refused() {
         for text in ["", "-", ".", "1.", ".5", "+1", "1e3", "1,5", " 1", "0x1", "NaN", "1.-5", "--1", "\u{661}"] {
-            assert_eq!(text.parse::<Decimal>(), Err(DecimalError::Syntax), "{text:?}");
+            assert_eq!(text.parse::<Decimal>(), Err(Invalid::new(NO_DECIMAL)), "{text:?}");
         }
         assert_eq!(format!("1.5{}", "0".repeat(60)).parse(), Ok(Decimal::new(15, 1)), "zeros are no digits");
         assert!("9".repeat(38).parse::<Decimal>().is_ok());
-        assert_eq!("9".repeat(39).parse::<Decimal>(), Err(DecimalError::TooLong));
-        assert_eq!(format!("0.{}1", "0".repeat(40)).parse::<Decimal>(), Err(DecimalError::TooLong));
+        assert_eq!("9".repeat(39).parse::<Decimal>(), Err(Invalid::new(TOO_LONG)));
+        assert_eq!(format!("0.{}1", "0".repeat(40)).parse::<Decimal>(), Err(Invalid::new(TOO_LONG)));
     }
 }

@@ -24,6 +24,7 @@ use super::framed::framed;
 use super::identity::OperationName;
 use super::keyring::{Keyring, Kid};
 use super::versions::Versions;
+use crate::error::Invalid;
 use crate::text::hex::{hex, unhex};
 
 /// A command whose repetition is recognised. Fingerprint it after validation and defaults (M20).
@@ -61,20 +62,14 @@ pub struct Fingerprint {
     hash: [u8; 32],
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("a stored fingerprint is not `version:kid:hex` with 64 hexadecimal digits")]
-pub struct ParseFingerprintError;
-
 /// How a stored fingerprint compares with a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Comparison {
     Equal,
     Different,
-    /// A newer program wrote the fingerprint: another process can compare it.
-    Newer,
-    /// It was written under a key id that this process does not have: another process can compare
-    /// it.
-    UnknownKid,
+    /// A newer program wrote the fingerprint, or it was written under a key id that this process
+    /// does not have: another process can compare it.
+    Unreadable,
     /// An older program than this one knows wrote it: no process can compare it any more.
     TooOld,
 }
@@ -86,13 +81,6 @@ pub struct Fingerprinter {
     readable: RangeInclusive<u32>,
     write_version: u32,
     keyring: Keyring,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum FingerprinterError {
-    #[error("`write_version` of {operation} is {asked}: this program writes versions {oldest} to {newest}")]
-    WriteVersion { operation: OperationName, asked: u32, oldest: u32, newest: u32 },
 }
 
 impl Fingerprinter {
@@ -107,11 +95,13 @@ impl Fingerprinter {
         readable: RangeInclusive<u32>,
         write_version: Option<u32>,
         keyring: Keyring,
-    ) -> Result<Self, FingerprinterError> {
+    ) -> Result<Self, Invalid> {
         let write_version = write_version.unwrap_or(*readable.start());
         if !readable.contains(&write_version) {
             let (oldest, newest) = readable.into_inner();
-            return Err(FingerprinterError::WriteVersion { operation, asked: write_version, oldest, newest });
+            return Err(Invalid::new(format!(
+                "`write_version` of {operation} is {write_version}: this program writes versions {oldest} to {newest}"
+            )));
         }
         Ok(Self { operation, readable, write_version, keyring })
     }
@@ -126,13 +116,13 @@ impl Fingerprinter {
     /// Compares a stored fingerprint with a command, under the stored version and key id.
     pub(crate) fn compare(&self, stored: &Fingerprint, command: &(impl Canonical + ?Sized)) -> Comparison {
         if stored.version > *self.readable.end() {
-            return Comparison::Newer;
+            return Comparison::Unreadable;
         }
         if stored.version < *self.readable.start() {
             return Comparison::TooOld;
         }
         match self.keyring.hash(&stored.kid, &self.message(stored.version, command)) {
-            None => Comparison::UnknownKid,
+            None => Comparison::Unreadable,
             Some(hash) if hash == stored.hash => Comparison::Equal,
             Some(_) => Comparison::Different,
         }
@@ -179,17 +169,18 @@ impl fmt::Debug for Fingerprint {
 }
 
 impl FromStr for Fingerprint {
-    type Err = ParseFingerprintError;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, ParseFingerprintError> {
+    fn from_str(text: &str) -> Result<Self, Invalid> {
+        let wrong = || Invalid::new("a stored fingerprint is not `version:kid:hex` with 64 hexadecimal digits");
         let mut parts = text.splitn(3, ':');
-        let mut part = || parts.next().ok_or(ParseFingerprintError);
+        let mut part = || parts.next().ok_or_else(wrong);
         let (version, kid, hash) = (part()?, part()?, part()?);
         let digits = version.bytes().all(|byte| byte.is_ascii_digit());
         Ok(Self {
-            version: version.parse().ok().filter(|_| digits).ok_or(ParseFingerprintError)?,
-            kid: kid.parse().map_err(|_| ParseFingerprintError)?,
-            hash: unhex(hash).and_then(|hash| hash.try_into().ok()).ok_or(ParseFingerprintError)?,
+            version: version.parse().ok().filter(|_| digits).ok_or_else(wrong)?,
+            kid: kid.parse().map_err(|_| wrong())?,
+            hash: unhex(hash).and_then(|hash| hash.try_into().ok()).ok_or_else(wrong)?,
         })
     }
 }
@@ -242,7 +233,7 @@ mod tests {
         assert_eq!(text.parse::<Fingerprint>().expect("its own text").to_string(), text);
         let signed = format!("+{text}");
         for bad in ["", "1", "1:sha256", &signed, "x:sha256:00", &text[..text.len() - 1], &text.to_uppercase()] {
-            assert_eq!(bad.parse::<Fingerprint>(), Err(ParseFingerprintError), "{bad}");
+            assert!(bad.parse::<Fingerprint>().is_err_and(|why| why.to_string().contains("version:kid:hex")), "{bad}");
         }
     }
 

@@ -20,8 +20,9 @@ use std::str::FromStr;
 use sha2::{Digest, Sha256};
 
 use super::framed::framed;
-use super::key::{Key, KeyError, KeyFormat};
-use super::keyring::{Keyring, KeyringError, Kid};
+use super::key::{Key, KeyFormat};
+use super::keyring::{Keyring, Kid};
+use crate::error::Invalid;
 use crate::text::hex::{hex, unhex};
 
 const SCOPE_BYTES_MAX: usize = 255;
@@ -64,38 +65,17 @@ pub(crate) enum PrincipalMatch {
     Unreadable,
 }
 
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum IdentityError {
-    #[error("a {part} has {bytes} bytes: it needs 1 to 255")]
-    Scope {
-        /// Which part it is: `tenant` or `principal`.
-        part: &'static str,
-        bytes: usize,
-    },
-    #[error("`{0}` is no name of an operation: use 1 to 128 of A-Z, a-z, 0-9 and _ . / : -")]
-    Operation(String),
-    #[error("a stored {0} is not text that this program wrote")]
-    Stored(&'static str),
-    #[error("a stored key is none: {0}")]
-    Key(#[from] KeyError),
-    #[error("a stored principal is not `kid:hex` with 64 hexadecimal digits")]
-    Principal,
-    #[error(transparent)]
-    Kid(#[from] KeyringError),
-}
-
 impl Scope {
     /// The scope of an authenticated caller. `principal` is the stable id of the subject, never a
     /// token.
     ///
     /// # Errors
     /// A part is empty or longer than 255 bytes.
-    pub fn new(tenant: impl Into<String>, principal: impl Into<String>) -> Result<Self, IdentityError> {
+    pub fn new(tenant: impl Into<String>, principal: impl Into<String>) -> Result<Self, Invalid> {
         let (tenant, principal) = (tenant.into(), principal.into());
         for (part, text) in [("tenant", &tenant), ("principal", &principal)] {
             if text.is_empty() || text.len() > SCOPE_BYTES_MAX {
-                return Err(IdentityError::Scope { part, bytes: text.len() });
+                return Err(Invalid::new(format!("a {part} has {} bytes: it needs 1 to 255", text.len())));
             }
         }
         Ok(Self { tenant, principal })
@@ -141,12 +121,13 @@ impl fmt::Debug for Scope {
 }
 
 impl FromStr for OperationName {
-    type Err = IdentityError;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, IdentityError> {
+    fn from_str(text: &str) -> Result<Self, Invalid> {
         let good = |byte: u8| byte.is_ascii_alphanumeric() || b"_./:-".contains(&byte);
         if text.is_empty() || text.len() > 128 || !text.bytes().all(good) {
-            return Err(IdentityError::Operation(text.to_owned()));
+            let why = format!("`{text}` is no name of an operation: use 1 to 128 of A-Z, a-z, 0-9 and _ . / : -");
+            return Err(Invalid::new(why));
         }
         Ok(Self(text.to_owned()))
     }
@@ -178,10 +159,13 @@ impl Identity {
     ///
     /// # Errors
     /// A part is not what this program wrote.
-    pub fn from_stored(tenant: &[u8], operation: &[u8], key: &[u8]) -> Result<Self, IdentityError> {
-        let tenant = std::str::from_utf8(tenant).map_err(|_| IdentityError::Stored("tenant"))?.to_owned();
-        let operation = std::str::from_utf8(operation).map_err(|_| IdentityError::Stored("operation"))?.parse()?;
-        Ok(Self { tenant, operation, key: Key::parse(key, KeyFormat::Opaque)? })
+    pub fn from_stored(tenant: &[u8], operation: &[u8], key: &[u8]) -> Result<Self, Invalid> {
+        let no_text = |part: &str| Invalid::new(format!("a stored {part} is not text that this program wrote"));
+        let tenant = std::str::from_utf8(tenant).map_err(|_| no_text("tenant"))?.to_owned();
+        let operation = std::str::from_utf8(operation).map_err(|_| no_text("operation"))?.parse()?;
+        let key = Key::parse(key, KeyFormat::Opaque);
+        let key = key.map_err(|why| Invalid::new(format!("a stored key is none: {why}")))?;
+        Ok(Self { tenant, operation, key })
     }
 
     /// The tenant; empty for the public scope.
@@ -212,8 +196,7 @@ impl Identity {
 
     /// The number of the lock that is tried before the claim: the first eight bytes of the digest,
     /// in big-endian order (O15). It is computed only here.
-    #[must_use]
-    pub fn lock_number(&self) -> i64 {
+    pub(crate) fn lock_number(&self) -> i64 {
         let [a, b, c, d, e, f, g, h, ..] = self.digest();
         i64::from_be_bytes([a, b, c, d, e, f, g, h])
     }
@@ -238,14 +221,12 @@ impl fmt::Debug for PrincipalMark {
 }
 
 impl FromStr for PrincipalMark {
-    type Err = IdentityError;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, IdentityError> {
-        let (kid, hash) = text.split_once(':').ok_or(IdentityError::Principal)?;
-        Ok(Self {
-            kid: kid.parse()?,
-            hash: unhex(hash).and_then(|hash| hash.try_into().ok()).ok_or(IdentityError::Principal)?,
-        })
+    fn from_str(text: &str) -> Result<Self, Invalid> {
+        let wrong = || Invalid::new("a stored principal is not `kid:hex` with 64 hexadecimal digits");
+        let (kid, hash) = text.split_once(':').ok_or_else(wrong)?;
+        Ok(Self { kid: kid.parse()?, hash: unhex(hash).and_then(|hash| hash.try_into().ok()).ok_or_else(wrong)? })
     }
 }
 
@@ -296,10 +277,14 @@ mod tests {
 
     #[test]
     fn m13_m14_a_scope_has_both_parts_and_the_public_one_is_no_tenant() {
-        assert_eq!(Scope::new("", "p"), Err(IdentityError::Scope { part: "tenant", bytes: 0 }));
-        assert_eq!(Scope::new("t", ""), Err(IdentityError::Scope { part: "principal", bytes: 0 }));
         let long = "t".repeat(256);
-        assert_eq!(Scope::new(&long, "p"), Err(IdentityError::Scope { part: "tenant", bytes: 256 }));
+        for (tenant, principal, why) in [
+            ("", "p", "a tenant has 0 bytes: it needs 1 to 255"),
+            ("t", "", "a principal has 0 bytes: it needs 1 to 255"),
+            (long.as_str(), "p", "a tenant has 256 bytes: it needs 1 to 255"),
+        ] {
+            assert_eq!(Scope::new(tenant, principal), Err(Invalid::new(why)));
+        }
         let key = Key::parse(KEY.as_bytes(), KeyFormat::Uuid).expect("a key");
         let name: OperationName = "create_payment".parse().expect("a name");
         let public = Identity::new(&Scope::public(), name.clone(), key.clone());
@@ -308,7 +293,7 @@ mod tests {
             assert_ne!(Identity::new(&scope, name.clone(), key.clone()).digest(), public.digest());
         }
         for bad in ["", "a b", "a\u{e9}", &"o".repeat(129)] {
-            assert_eq!(bad.parse::<OperationName>(), Err(IdentityError::Operation(bad.to_owned())));
+            assert!(bad.parse::<OperationName>().is_err(), "{bad}");
         }
     }
 
@@ -333,12 +318,14 @@ mod tests {
 
     #[test]
     fn o16_stored_parts_that_this_program_did_not_write_are_refused() {
-        let stored = |tenant: &[u8], operation: &[u8], key: &[u8]| Identity::from_stored(tenant, operation, key);
-        assert_eq!(stored(b"\xff", b"o", KEY.as_bytes()), Err(IdentityError::Stored("tenant")));
-        assert_eq!(stored(b"t", b"\xff", KEY.as_bytes()), Err(IdentityError::Stored("operation")));
-        assert_eq!(stored(b"t", b"o", b"short"), Err(IdentityError::Key(KeyError::TooShort(5))));
+        let refused = |tenant: &[u8], operation: &[u8], key: &[u8]| {
+            Identity::from_stored(tenant, operation, key).expect_err("refused").to_string()
+        };
+        assert_eq!(refused(b"\xff", b"o", KEY.as_bytes()), "a stored tenant is not text that this program wrote");
+        assert_eq!(refused(b"t", b"\xff", KEY.as_bytes()), "a stored operation is not text that this program wrote");
+        assert!(refused(b"t", b"o", b"short").starts_with("a stored key is none: the key has 5 characters"));
         for bad in ["", "k1", "k1:00", &format!("k1:{}", "g".repeat(64)), &format!("k1:{}", "A".repeat(64))] {
-            assert_eq!(bad.parse::<PrincipalMark>(), Err(IdentityError::Principal), "{bad}");
+            assert!(bad.parse::<PrincipalMark>().is_err(), "{bad}");
         }
     }
 }

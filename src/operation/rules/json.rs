@@ -29,43 +29,29 @@ const INTEGER_MAX: u64 = (1 << 53) - 1;
 /// What is wrong with a document, and where. The answer to the client is `REQUEST_INVALID`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the body is not acceptable JSON: {fault} at byte {at}")]
-pub struct JsonError {
+pub(crate) struct JsonError {
     /// The offset in bytes.
-    pub at: usize,
-    pub fault: JsonFault,
+    pub(crate) at: usize,
+    pub(crate) fault: &'static str,
 }
 
-/// The faults of a document.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum JsonFault {
-    #[error("text that is not UTF-8")]
-    NotUtf8,
-    #[error("an early end")]
-    Truncated,
-    #[error("a character that does not belong there")]
-    Syntax,
-    #[error("half of a surrogate pair")]
-    LoneSurrogate,
-    #[error("a member that the object has already")]
-    DuplicateMember,
-    #[error("a whole number beyond 9007199254740991")]
-    IntegerTooBig,
-    /// A number is beyond what a double can hold: some parsers refuse it, others read infinity.
-    #[error("a number beyond 1.8e308")]
-    NumberTooBig,
-    #[error("nesting deeper than 127")]
-    TooDeep,
-}
+const NOT_UTF8: &str = "text that is not UTF-8";
+const TRUNCATED: &str = "an early end";
+const SYNTAX: &str = "a character that does not belong there";
+pub(crate) const LONE_SURROGATE: &str = "half of a surrogate pair";
+pub(crate) const DUPLICATE_MEMBER: &str = "a member that the object has already";
+const INTEGER_TOO_BIG: &str = "a whole number beyond 9007199254740991";
+/// A number is beyond what a double can hold: some parsers refuse it, others read infinity.
+const NUMBER_TOO_BIG: &str = "a number beyond 1.8e308";
+const TOO_DEEP: &str = "nesting deeper than 127";
 
 /// Returns the canonical text of a document, or its first fault.
 pub(crate) fn canonical_json(body: &[u8]) -> Result<String, JsonError> {
-    let text =
-        std::str::from_utf8(body).map_err(|error| JsonError { at: error.valid_up_to(), fault: JsonFault::NotUtf8 })?;
+    let text = std::str::from_utf8(body).map_err(|error| JsonError { at: error.valid_up_to(), fault: NOT_UTF8 })?;
     let mut reader = Reader { text, at: 0 };
     let canonical = reader.value(DEPTH_MAX)?;
     reader.blanks();
-    if reader.at < text.len() { Err(reader.fault(JsonFault::Syntax)) } else { Ok(canonical) }
+    if reader.at < text.len() { Err(reader.fault(SYNTAX)) } else { Ok(canonical) }
 }
 
 struct Reader<'a> {
@@ -74,12 +60,12 @@ struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    fn fault(&self, fault: JsonFault) -> JsonError {
+    fn fault(&self, fault: &'static str) -> JsonError {
         JsonError { at: self.at, fault }
     }
 
     fn peek(&self) -> Result<u8, JsonError> {
-        self.text.as_bytes().get(self.at).copied().ok_or(self.fault(JsonFault::Truncated))
+        self.text.as_bytes().get(self.at).copied().ok_or(self.fault(TRUNCATED))
     }
 
     /// Takes the next byte if it is this one. Returns whether it was.
@@ -96,7 +82,7 @@ impl Reader<'_> {
     }
 
     fn expect(&mut self, byte: u8) -> Result<(), JsonError> {
-        if self.take(byte)? { Ok(()) } else { Err(self.fault(JsonFault::Syntax)) }
+        if self.take(byte)? { Ok(()) } else { Err(self.fault(SYNTAX)) }
     }
 
     /// Reads the next value, with this many levels of nesting left.
@@ -110,7 +96,7 @@ impl Reader<'_> {
             b't' => self.word("true"),
             b'f' => self.word("false"),
             b'n' => self.word("null"),
-            _ => Err(self.fault(JsonFault::Syntax)),
+            _ => Err(self.fault(SYNTAX)),
         }
     }
 
@@ -127,12 +113,12 @@ impl Reader<'_> {
         let digits = &self.text[digits..self.at];
         let refused = |at, fault| Err(JsonError { at, fault });
         if digits.len() > 1 && digits.starts_with('0') {
-            refused(start, JsonFault::Syntax)
+            refused(start, SYNTAX)
         } else if matches!(self.peek(), Ok(b'.' | b'e' | b'E')) || (negative && digits == "0") {
             self.tail()?;
             let text = &self.text[start..self.at];
             if !text.parse::<f64>().is_ok_and(f64::is_finite) {
-                return refused(start, JsonFault::NumberTooBig);
+                return refused(start, NUMBER_TOO_BIG);
             }
             // The number stays as it was written. To give equal numbers one text, this code would
             // have to know the precision of the handler's numbers.
@@ -140,7 +126,7 @@ impl Reader<'_> {
         } else if digits.parse::<u64>().is_ok_and(|number| number <= INTEGER_MAX) {
             Ok(self.text[start..self.at].to_owned())
         } else {
-            refused(start, JsonFault::IntegerTooBig)
+            refused(start, INTEGER_TOO_BIG)
         }
     }
 
@@ -170,11 +156,11 @@ impl Reader<'_> {
         }
         // The document ends here, or the next character is not a digit.
         self.peek()?;
-        Err(self.fault(JsonFault::Syntax))
+        Err(self.fault(SYNTAX))
     }
 
     fn array(&mut self, depth: usize) -> Result<String, JsonError> {
-        let inner = depth.checked_sub(1).ok_or(self.fault(JsonFault::TooDeep))?;
+        let inner = depth.checked_sub(1).ok_or(self.fault(TOO_DEEP))?;
         self.expect(b'[')?;
         let mut out = String::from("[");
         self.blanks();
@@ -194,7 +180,7 @@ impl Reader<'_> {
     }
 
     fn object(&mut self, depth: usize) -> Result<String, JsonError> {
-        let inner = depth.checked_sub(1).ok_or(self.fault(JsonFault::TooDeep))?;
+        let inner = depth.checked_sub(1).ok_or(self.fault(TOO_DEEP))?;
         self.expect(b'{')?;
         let mut members: Vec<(Vec<u16>, usize, String)> = Vec::new();
         self.blanks();
@@ -216,7 +202,7 @@ impl Reader<'_> {
         }
         members.sort_unstable();
         if let Some(pair) = members.windows(2).find(|pair| pair[0].0 == pair[1].0) {
-            return Err(JsonError { at: pair[1].1, fault: JsonFault::DuplicateMember });
+            return Err(JsonError { at: pair[1].1, fault: DUPLICATE_MEMBER });
         }
         let members: Vec<String> = members.into_iter().map(|(_, _, member)| member).collect();
         Ok(format!("{{{}}}", members.join(",")))
@@ -237,7 +223,7 @@ impl Reader<'_> {
                     return Ok(out);
                 }
                 b'\\' => out.push(self.escape()?),
-                _ => return Err(self.fault(JsonFault::Syntax)),
+                _ => return Err(self.fault(SYNTAX)),
             }
         }
     }
@@ -254,7 +240,7 @@ impl Reader<'_> {
             b'r' => '\r',
             b't' => '\t',
             b'u' => {
-                let lone = JsonError { at: start, fault: JsonFault::LoneSurrogate };
+                let lone = JsonError { at: start, fault: LONE_SURROGATE };
                 let unit = self.unit()?;
                 if !(0xd800..0xe000).contains(&unit) {
                     return char::from_u32(unit.into()).ok_or(lone);
@@ -267,7 +253,7 @@ impl Reader<'_> {
                 let pair = [unit, self.unit()?];
                 return char::decode_utf16(pair).next().and_then(Result::ok).ok_or(lone);
             }
-            _ => return Err(self.fault(JsonFault::Syntax)),
+            _ => return Err(self.fault(SYNTAX)),
         };
         self.at += 1;
         Ok(plain)
@@ -278,7 +264,7 @@ impl Reader<'_> {
         self.expect(b'u')?;
         let mut unit = 0_u16;
         for _ in 0..4 {
-            let digit = char::from(self.peek()?).to_digit(16).ok_or(self.fault(JsonFault::Syntax))?;
+            let digit = char::from(self.peek()?).to_digit(16).ok_or(self.fault(SYNTAX))?;
             unit = unit << 4 | u16::try_from(digit).unwrap_or(0);
             self.at += 1;
         }

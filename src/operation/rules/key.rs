@@ -8,7 +8,7 @@
 //!   bare UUID that starts with a digit is not valid there.
 //! * Keys are compared byte for byte; with a UUID format the key is lower-cased first.
 //! * A key is never shown as it is: `Debug` and [`short_hash`](Key::short_hash) give twelve
-//!   characters of its SHA-256.
+//!   characters of its SHA-256, and no error contains it.
 //!
 //! Not here: whether a route needs a key ([`route`](super::route)), and what the store knows of a
 //! key ([`decide`](super::decide())).
@@ -18,6 +18,7 @@ use std::fmt;
 use sha2::{Digest, Sha256};
 use uuid::Uuid;
 
+use crate::error::Invalid;
 use crate::text::hex::hex;
 use crate::time::db_time::DbTime;
 
@@ -41,58 +42,17 @@ pub enum KeyFormat {
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key(String);
 
-/// What is wrong with a key. No message contains the key.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum KeyError {
-    /// There are several header lines, and it is not certain which one is meant.
-    #[error("the key is given in {0} header lines: send one")]
-    Lines(usize),
-    /// The header line is empty.
-    #[error("the key is empty: send 16 to 255 characters, or no header at all")]
-    Empty,
-    /// The key has too few bytes to be random.
-    #[error("the key has {0} characters: it needs at least 16, and a random UUID has 36")]
-    TooShort(usize),
-    /// The key has more bytes than are stored.
-    #[error("the key has {0} characters: it may have at most 255")]
-    TooLong(usize),
-    /// A byte outside `[A-Za-z0-9_.:~-]`; a comma or a space means that two values were joined.
-    #[error("the key has the byte 0x{byte:02x} at offset {at}: only A-Z, a-z, 0-9 and _ . : ~ - are allowed")]
-    Byte {
-        /// The byte that is not allowed.
-        byte: u8,
-        /// Where it stands in the key.
-        at: usize,
-    },
-    /// The quoted form does not end.
-    #[error("the key begins with a quote and has no closing one")]
-    Unclosed,
-    /// The quoted form holds a backslash.
-    #[error("the quoted key holds a backslash: escapes are not allowed")]
-    Escape,
-    /// Something follows the closing quote.
-    #[error("something follows the closing quote of the key: parameters are not allowed")]
-    AfterQuote,
-    /// The route takes a UUID.
-    #[error("the key is not a UUID in its 36-character form, which this operation asks for")]
-    NotUuid,
-    /// The route takes a UUID v7.
-    #[error("the key is a UUID of version {0}; this operation asks for version 7, whose time tells late retries")]
-    NotV7(usize),
-}
-
 impl Key {
     /// Reads the key from the lines of the `Idempotency-Key` header (or of gRPC metadata). Returns
     /// `None` if there is no line.
     ///
     /// # Errors
     /// The key is not valid. The answer to the client is `IDEMPOTENCY_KEY_INVALID`.
-    pub fn from_header(lines: &[&[u8]], format: KeyFormat) -> Result<Option<Self>, KeyError> {
+    pub fn from_header(lines: &[&[u8]], format: KeyFormat) -> Result<Option<Self>, Invalid> {
         match lines {
             [] => Ok(None),
             [line] => Self::parse(unquoted(trimmed(line))?, format).map(Some),
-            _ => Err(KeyError::Lines(lines.len())),
+            _ => Err(Invalid::new(format!("the key is given in {} header lines: send one", lines.len()))),
         }
     }
 
@@ -100,25 +60,36 @@ impl Key {
     ///
     /// # Errors
     /// The key is not valid in this format.
-    pub fn parse(content: &[u8], format: KeyFormat) -> Result<Self, KeyError> {
+    pub fn parse(content: &[u8], format: KeyFormat) -> Result<Self, Invalid> {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"_.:~-".contains(&byte);
-        if content.is_empty() {
-            return Err(KeyError::Empty);
+        let length = content.len();
+        if length == 0 {
+            return Err(Invalid::new("the key is empty: send 16 to 255 characters, or no header at all"));
         }
         if let Some(at) = content.iter().position(|&byte| !allowed(byte)) {
-            return Err(KeyError::Byte { byte: content[at], at });
+            // A comma or a space means that two values were joined.
+            return Err(Invalid::new(format!(
+                "the key has the byte 0x{:02x} at offset {at}: only A-Z, a-z, 0-9 and _ . : ~ - are allowed",
+                content[at]
+            )));
         }
-        if content.len() > KEY_BYTES_MAX {
-            return Err(KeyError::TooLong(content.len()));
+        if length > KEY_BYTES_MAX {
+            return Err(Invalid::new(format!("the key has {length} characters: it may have at most 255")));
         }
         let text: String = content.iter().copied().map(char::from).collect();
         match format {
-            KeyFormat::Opaque if content.len() < KEY_BYTES_MIN => Err(KeyError::TooShort(content.len())),
+            KeyFormat::Opaque if length < KEY_BYTES_MIN => Err(Invalid::new(format!(
+                "the key has {length} characters: it needs at least 16, and a random UUID has 36"
+            ))),
             KeyFormat::Opaque => Ok(Self(text)),
             KeyFormat::Uuid | KeyFormat::UuidV7 => {
-                let uuid = hyphenated(&text).ok_or(KeyError::NotUuid)?;
+                let why = "the key is not a UUID in its 36-character form, which this operation asks for";
+                let uuid = hyphenated(&text).ok_or_else(|| Invalid::new(why))?;
                 if format == KeyFormat::UuidV7 && !is_v7(uuid) {
-                    return Err(KeyError::NotV7(uuid.get_version_num()));
+                    return Err(Invalid::new(format!(
+                        "the key is a UUID of version {}; this operation asks for version 7, whose time tells late retries",
+                        uuid.get_version_num()
+                    )));
                 }
                 Ok(Self(text.to_ascii_lowercase()))
             }
@@ -163,15 +134,16 @@ fn trimmed(mut value: &[u8]) -> &[u8] {
 }
 
 /// The content of a quoted value, or the bare value as it is.
-fn unquoted(value: &[u8]) -> Result<&[u8], KeyError> {
+fn unquoted(value: &[u8]) -> Result<&[u8], Invalid> {
     let [b'"', rest @ ..] = value else { return Ok(value) };
-    let end = rest.iter().position(|&byte| byte == b'"' || byte == b'\\').ok_or(KeyError::Unclosed)?;
-    if rest[end] == b'\\' {
-        Err(KeyError::Escape)
-    } else if end + 1 < rest.len() {
-        Err(KeyError::AfterQuote)
-    } else {
-        Ok(&rest[..end])
+    let refused = |why: &'static str| Err(Invalid::new(why));
+    match rest.iter().position(|&byte| byte == b'"' || byte == b'\\') {
+        None => refused("the key begins with a quote and has no closing one"),
+        Some(end) if rest[end] == b'\\' => refused("the quoted key holds a backslash: escapes are not allowed"),
+        Some(end) if end + 1 < rest.len() => {
+            refused("something follows the closing quote of the key: parameters are not allowed")
+        }
+        Some(end) => Ok(&rest[..end]),
     }
 }
 
@@ -191,12 +163,12 @@ mod tests {
     const V4: &str = "9b2f0c64-1b5e-4f0e-8a3c-6f1d2e3a4b5c";
     const V7: &str = "0197a1b2-c3d4-7e5f-8a9b-0c1d2e3f4a5b";
 
-    fn opaque(line: &str) -> Result<Option<Key>, KeyError> {
+    fn opaque(line: &str) -> Result<Option<Key>, Invalid> {
         Key::from_header(&[line.as_bytes()], KeyFormat::Opaque)
     }
 
-    fn refused(line: &str) -> KeyError {
-        opaque(line).expect_err(line)
+    fn refused(line: &str) -> String {
+        opaque(line).expect_err(line).to_string()
     }
 
     // Shown by: parsing the quoted form only; and by keeping the quotes.
@@ -213,36 +185,41 @@ mod tests {
     // Shown by: taking the first of several lines; trimming inside the quotes; allowing the comma.
     #[test]
     fn o24_empty_comma_space_and_two_lines_are_refused_by_name() {
-        let twice = Key::from_header(&[V4.as_bytes(), V4.as_bytes()], KeyFormat::Opaque);
-        assert_eq!(twice, Err(KeyError::Lines(2)));
+        let twice = Key::from_header(&[V4.as_bytes(), V4.as_bytes()], KeyFormat::Opaque).expect_err("two lines");
+        assert_eq!(twice.to_string(), "the key is given in 2 header lines: send one");
         for empty in ["", "   ", "\"\""] {
-            assert_eq!(refused(empty), KeyError::Empty, "{empty:?}");
+            assert!(refused(empty).starts_with("the key is empty"), "{empty:?}");
         }
-        assert_eq!(refused(&format!("{V4},{V4}")), KeyError::Byte { byte: b',', at: 36 });
-        assert_eq!(refused(&format!("{V4} {V4}")), KeyError::Byte { byte: b' ', at: 36 });
-        assert_eq!(refused(&format!("\" {V4}\"")), KeyError::Byte { byte: b' ', at: 0 });
-        assert_eq!(refused("0123456789abcde\u{e9}"), KeyError::Byte { byte: 0xc3, at: 15 });
-        assert_eq!(refused("0123456789abcdef\0"), KeyError::Byte { byte: 0, at: 16 });
-        assert_eq!(refused("'0123456789abcdef'"), KeyError::Byte { byte: b'\'', at: 0 });
+        for (line, byte, at) in [
+            (format!("{V4},{V4}"), "0x2c", 36),
+            (format!("{V4} {V4}"), "0x20", 36),
+            (format!("\" {V4}\""), "0x20", 0),
+            ("0123456789abcde\u{e9}".to_owned(), "0xc3", 15),
+            ("0123456789abcdef\0".to_owned(), "0x00", 16),
+            ("'0123456789abcdef'".to_owned(), "0x27", 0),
+        ] {
+            let why = format!("the key has the byte {byte} at offset {at}: ");
+            assert!(refused(&line).starts_with(&why), "{line:?}");
+        }
     }
 
     // Shown by: taking what stands before the first quote or backslash as the key.
     #[test]
     fn o24_a_quoted_key_has_no_escapes_no_parameters_and_one_end() {
-        assert_eq!(refused(&format!("\"{V4}")), KeyError::Unclosed);
-        assert_eq!(refused("\"0123456789\\\"abcdef\""), KeyError::Escape);
-        assert_eq!(refused(&format!("\"{V4}\";v=1")), KeyError::AfterQuote);
-        assert_eq!(refused(&format!("\"{V4}\" \"{V4}\"")), KeyError::AfterQuote);
-        assert_eq!(refused(&format!("{V4}\"")), KeyError::Byte { byte: b'"', at: 36 });
+        assert!(refused(&format!("\"{V4}")).contains("has no closing one"));
+        assert!(refused("\"0123456789\\\"abcdef\"").contains("holds a backslash"));
+        assert!(refused(&format!("\"{V4}\";v=1")).contains("follows the closing quote"));
+        assert!(refused(&format!("\"{V4}\" \"{V4}\"")).contains("follows the closing quote"));
+        assert!(refused(&format!("{V4}\"")).contains("0x22 at offset 36"));
     }
 
     // Shown by: moving either bound by one.
     #[test]
     fn o24_a_key_has_16_to_255_bytes() {
         let key = |length: usize| opaque(&"k".repeat(length));
-        assert_eq!(key(15), Err(KeyError::TooShort(15)));
+        assert!(refused(&"k".repeat(15)).contains("has 15 characters: it needs at least 16"));
         assert!(key(16).is_ok() && key(255).is_ok());
-        assert_eq!(key(256), Err(KeyError::TooLong(256)));
+        assert!(refused(&"k".repeat(256)).contains("has 256 characters: it may have at most 255"));
         assert!(opaque("AZaz09_.:~-AZaz09_.:~-").is_ok());
     }
 
@@ -252,7 +229,7 @@ mod tests {
         let uuid = |text: &str| Key::parse(text.as_bytes(), KeyFormat::Uuid);
         assert_eq!(uuid(&V4.to_uppercase()).expect("upper case").as_str(), V4);
         for other in [&V4.replace('-', ""), &format!("urn:uuid:{V4}"), &V4[..35], &V4.replace('b', "g")] {
-            assert_eq!(uuid(other), Err(KeyError::NotUuid), "{other}");
+            assert!(uuid(other).is_err_and(|why| why.to_string().contains("not a UUID")), "{other}");
         }
         assert!(uuid("{9b2f0c64-1b5e-4f0e-8a3c-6f1d2e3a4b}").is_err());
         assert_ne!(opaque(&V4.to_uppercase()), opaque(V4), "an opaque key is compared byte for byte");
@@ -263,10 +240,10 @@ mod tests {
     fn o23_only_a_v7_key_carries_its_time() {
         let v7 = Key::parse(V7.as_bytes(), KeyFormat::UuidV7).expect("a v7 key");
         assert_eq!(v7.time(), Some(DbTime::from_millis(0x0197_a1b2_c3d4)));
-        assert_eq!(Key::parse(V4.as_bytes(), KeyFormat::UuidV7), Err(KeyError::NotV7(4)));
+        let refused = |text: &str| Key::parse(text.as_bytes(), KeyFormat::UuidV7).expect_err(text).to_string();
+        assert!(refused(V4).contains("a UUID of version 4"));
         assert_eq!(Key::parse(V4.as_bytes(), KeyFormat::Uuid).expect("a v4 key").time(), None);
-        let other_variant = V7.replace("-8a9b", "-0a9b");
-        assert_eq!(Key::parse(other_variant.as_bytes(), KeyFormat::UuidV7), Err(KeyError::NotV7(7)));
+        assert!(refused(&V7.replace("-8a9b", "-0a9b")).contains("a UUID of version 7"), "of another variant");
     }
 
     // Shown by: deriving Debug.
@@ -276,7 +253,7 @@ mod tests {
         assert_eq!(key.short_hash().len(), 12);
         assert_eq!(format!("{key:?}"), format!("Key(#{})", key.short_hash()));
         for error in [refused("0123456789,secret"), refused("\"0123456789secret"), refused("s3cr3t")] {
-            assert!(!error.to_string().contains("s3cr3t") && !error.to_string().contains("secret"), "{error}");
+            assert!(!error.contains("s3cr3t") && !error.contains("secret"), "{error}");
         }
     }
 }

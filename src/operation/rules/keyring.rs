@@ -18,6 +18,8 @@ use std::str::FromStr;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 
+use crate::error::Invalid;
+
 const SECRET_BYTES_MIN: usize = 32;
 
 /// The id of a secret: 1 to 32 of `[A-Za-z0-9_.-]`.
@@ -31,21 +33,6 @@ pub struct Keyring {
     /// `None` writes without a secret.
     writer: Option<Hmac<Sha256>>,
     secrets: BTreeMap<Kid, Hmac<Sha256>>,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum KeyringError {
-    #[error("`{0}` is no key id: use 1 to 32 of A-Z, a-z, 0-9 and _ . -")]
-    Kid(String),
-    #[error("the key id `sha256` stands for hashes without a secret: choose another name")]
-    Reserved,
-    #[error("the key id `{0}` is given twice")]
-    Twice(Kid),
-    #[error("the secret of key id `{kid}` has {bytes} bytes: it needs at least 32")]
-    Short { kid: Kid, bytes: usize },
-    #[error("`write_kid` is `{0}`, and there is no secret with this id")]
-    WriteKid(Kid),
 }
 
 impl Kid {
@@ -63,12 +50,12 @@ impl Kid {
 }
 
 impl FromStr for Kid {
-    type Err = KeyringError;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, KeyringError> {
+    fn from_str(text: &str) -> Result<Self, Invalid> {
         let good = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte);
         if text.is_empty() || text.len() > 32 || !text.bytes().all(good) {
-            return Err(KeyringError::Kid(text.to_owned()));
+            return Err(Invalid::new(format!("`{text}` is no key id: use 1 to 32 of A-Z, a-z, 0-9 and _ . -")));
         }
         Ok(Self(text.to_owned()))
     }
@@ -92,23 +79,29 @@ impl Keyring {
     ///
     /// # Errors
     /// An id or a secret cannot be used.
-    pub fn new<'a>(write: Kid, secrets: impl IntoIterator<Item = (Kid, &'a [u8])>) -> Result<Self, KeyringError> {
+    pub fn new<'a>(write: Kid, secrets: impl IntoIterator<Item = (Kid, &'a [u8])>) -> Result<Self, Invalid> {
         let mut ring = Self::plain();
         for (kid, secret) in secrets {
-            let short = KeyringError::Short { kid: kid.clone(), bytes: secret.len() };
             if kid == Kid::plain() {
-                return Err(KeyringError::Reserved);
+                let why = "the key id `sha256` stands for hashes without a secret: choose another name";
+                return Err(Invalid::new(why));
             }
             let keyed = match Hmac::new_from_slice(secret) {
                 Ok(keyed) if secret.len() >= SECRET_BYTES_MIN => keyed,
-                _ => return Err(short),
+                _ => {
+                    let bytes = secret.len();
+                    let why = format!("the secret of key id `{kid}` has {bytes} bytes: it needs at least 32");
+                    return Err(Invalid::new(why));
+                }
             };
             if ring.secrets.insert(kid.clone(), keyed).is_some() {
-                return Err(KeyringError::Twice(kid));
+                return Err(Invalid::new(format!("the key id `{kid}` is given twice")));
             }
         }
         if write != Kid::plain() {
-            let Some(writer) = ring.secrets.get(&write) else { return Err(KeyringError::WriteKid(write)) };
+            let Some(writer) = ring.secrets.get(&write) else {
+                return Err(Invalid::new(format!("`write_kid` is `{write}`, and there is no secret with this id")));
+            };
             ring.writer = Some(writer.clone());
             ring.write = write;
         }
@@ -176,13 +169,15 @@ mod tests {
             Keyring::new(kid(write), kids.iter().map(|(id, secret)| (kid(id), *secret)))
         };
         assert!(ring("sha256", &[("k1", &secret)]).is_ok(), "readable before it is written");
-        assert_eq!(ring("k2", &[("k1", &secret)]).err(), Some(KeyringError::WriteKid(kid("k2"))));
-        let short = KeyringError::Short { kid: kid("k1"), bytes: 31 };
-        assert_eq!(ring("k1", &[("k1", &secret[..31])]).err(), Some(short));
-        assert_eq!(ring("k1", &[("k1", &secret), ("k1", &secret)]).err(), Some(KeyringError::Twice(kid("k1"))));
-        assert_eq!(ring("sha256", &[("sha256", &secret)]).err(), Some(KeyringError::Reserved));
+        let refused = |write: &str, kids: &[(&str, &[u8])]| ring(write, kids).expect_err("refused").to_string();
+        let unknown = "`write_kid` is `k2`, and there is no secret with this id";
+        assert_eq!(refused("k2", &[("k1", &secret)]), unknown);
+        let short = "the secret of key id `k1` has 31 bytes: it needs at least 32";
+        assert_eq!(refused("k1", &[("k1", &secret[..31])]), short);
+        assert_eq!(refused("k1", &[("k1", &secret), ("k1", &secret)]), "the key id `k1` is given twice");
+        assert!(refused("sha256", &[("sha256", &secret)]).contains("choose another name"));
         for bad in ["", "a:b", "a b", &"k".repeat(33)] {
-            assert_eq!(bad.parse::<Kid>(), Err(KeyringError::Kid(bad.to_owned())));
+            assert!(bad.parse::<Kid>().is_err(), "{bad}");
         }
     }
 

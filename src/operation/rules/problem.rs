@@ -16,10 +16,7 @@
 //! Not here: titles and links in a problem body (`http`), codes of an application such as
 //! `INSUFFICIENT_FUNDS`, and the seconds of `Retry-After` ([`pace`](super::pace)).
 
-use std::fmt;
-use std::str::FromStr;
-
-use super::record::UnknownName;
+use super::record::names;
 
 /// What is known of a key when a problem is answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -233,35 +230,9 @@ impl KeyState {
     }
 }
 
-impl fmt::Display for Code {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-impl fmt::Display for KeyState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.as_str())
-    }
-}
-
-impl FromStr for Code {
-    type Err = UnknownName;
-
-    fn from_str(text: &str) -> Result<Self, UnknownName> {
-        Self::all().find(|code| code.as_str() == text).ok_or_else(|| UnknownName::of("code", text))
-    }
-}
-
-impl FromStr for KeyState {
-    type Err = UnknownName;
-
-    fn from_str(text: &str) -> Result<Self, UnknownName> {
-        Self::ALL
-            .into_iter()
-            .find(|state| state.as_str() == text)
-            .ok_or_else(|| UnknownName::of("state of a key", text))
-    }
+names! {
+    Code, "code", Code::all();
+    KeyState, "state of a key", KeyState::ALL;
 }
 
 #[cfg(test)]
@@ -308,7 +279,8 @@ mod tests {
             assert_eq!(row.name.parse(), Ok(row.code));
             assert_eq!(row.key_state.as_str().parse(), Ok(row.key_state));
         }
-        assert_eq!("INSUFFICIENT_FUNDS".parse::<Code>(), Err(UnknownName::of("code", "INSUFFICIENT_FUNDS")));
+        let why = "INSUFFICIENT_FUNDS".parse::<Code>().expect_err("an application's own").to_string();
+        assert_eq!(why, "`INSUFFICIENT_FUNDS` is no code that this program knows");
     }
 
     // Shown by: `Spent` for a mismatch.

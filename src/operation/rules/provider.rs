@@ -29,6 +29,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use self::verdict::PAUSE_MAX;
+use crate::error::Invalid;
 use crate::time::db_time::DbTime;
 
 pub use self::verdict::{Answer, Matches, QueryAnswer, Verdict};
@@ -58,17 +59,6 @@ pub struct KeyWindow {
     /// How long the provider keeps a key from its first use.
     pub retention: Duration,
     /// The longest time from our decision to send until the provider has taken the request.
-    pub max_in_flight: Duration,
-}
-
-/// A window in which no send could be repeated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("`max_in_flight` ({}) must be shorter than the provider's `retention` of keys ({})",
-    humantime::format_duration(*max_in_flight), humantime::format_duration(*retention))]
-pub struct KeyWindowError {
-    /// How long the provider keeps our key.
-    pub retention: Duration,
-    /// The longest time until a request arrives.
     pub max_in_flight: Duration,
 }
 
@@ -162,9 +152,14 @@ pub(crate) enum Gap {
 
 impl KeyWindow {
     /// Refuses a window in which no send could be repeated.
-    pub(crate) fn validate(self) -> Result<(), KeyWindowError> {
-        let Self { retention, max_in_flight } = self;
-        if max_in_flight < retention { Ok(()) } else { Err(KeyWindowError { retention, max_in_flight }) }
+    pub(crate) fn validate(self) -> Result<(), Invalid> {
+        if self.max_in_flight < self.retention {
+            return Ok(());
+        }
+        let [retention, in_flight] = [self.retention, self.max_in_flight].map(humantime::format_duration);
+        Err(Invalid::new(format!(
+            "`max_in_flight` ({in_flight}) must be shorter than the provider's `retention` of keys ({retention})"
+        )))
     }
 
     /// Whether a send that is decided now arrives while the provider knows the key. A first send

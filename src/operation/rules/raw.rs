@@ -14,7 +14,8 @@
 
 use super::canonical::{Bytes, FingerprintValue, FingerprintWriter, ValueWriter};
 use super::fingerprint::Canonical;
-use super::json::{JsonError, canonical_json};
+use super::json::canonical_json;
+use crate::error::Invalid;
 
 /// Headers that never belong to a command.
 const NEVER: [&str; 6] =
@@ -30,7 +31,7 @@ pub(crate) fn is_json(essence: &str) -> bool {
 }
 
 /// The parts of a request that its fingerprint covers.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RawCommand {
     path: Vec<(String, String)>,
     query: Vec<(String, String)>,
@@ -46,19 +47,14 @@ enum RawBody {
     Bytes(Vec<u8>),
 }
 
-impl Default for RawBody {
-    fn default() -> Self {
-        Self::Bytes(Vec::new())
-    }
-}
-
 impl RawCommand {
     /// A command of what the path says, in parts with names, and of the decoded query. The order of
     /// query names does not matter; the order of the values of one name does.
     #[must_use]
     pub fn new(path: Vec<(String, String)>, mut query: Vec<(String, String)>) -> Self {
         query.sort_by(|a, b| a.0.cmp(&b.0));
-        Self { path, query, ..Self::default() }
+        let (content_type, headers, body) = (String::new(), Vec::new(), RawBody::Bytes(Vec::new()));
+        Self { path, query, content_type, headers, body }
     }
 
     /// Sets the body and its `Content-Type`. JSON (`application/json` and `+json`) is parsed,
@@ -66,11 +62,12 @@ impl RawCommand {
     ///
     /// # Errors
     /// The body is JSON that two parsers may read differently.
-    pub fn body(mut self, content_type: &str, body: &[u8]) -> Result<Self, JsonError> {
+    pub fn body(mut self, content_type: &str, body: &[u8]) -> Result<Self, Invalid> {
         self.content_type = essence(content_type);
-        self.body = match body {
-            body if is_json(&self.content_type) && !body.is_empty() => RawBody::Json(canonical_json(body)?),
-            body => RawBody::Bytes(body.to_vec()),
+        self.body = if is_json(&self.content_type) && !body.is_empty() {
+            RawBody::Json(canonical_json(body).map_err(|why| Invalid::new(why.to_string()))?)
+        } else {
+            RawBody::Bytes(body.to_vec())
         };
         Ok(self)
     }
@@ -106,7 +103,7 @@ struct Pair<'a>(&'a str, &'a [u8]);
 
 impl FingerprintValue for Pair<'_> {
     fn write(&self, out: ValueWriter<'_>) {
-        out.list(&[Bytes(self.0.as_bytes()), Bytes(self.1)]);
+        [Bytes(self.0.as_bytes()), Bytes(self.1)].as_slice().write(out);
     }
 }
 

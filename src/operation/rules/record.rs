@@ -11,11 +11,9 @@
 //! * A lease that ends later than now plus its length was written before the clock went back, and
 //!   counts as over (R22).
 //!
-//! Not here: how states may change ([`machine`](super::machine)), and the stored answer's headers
-//! and body (`store`).
+//! Not here: how states may change (the suite of stores has the table of all changes), and the
+//! stored answer's headers and body (`store`).
 
-use std::fmt;
-use std::str::FromStr;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -148,20 +146,6 @@ pub struct Resource {
     pub location: Option<String>,
 }
 
-/// A text that is not a known state, mode, tombstone or code. It may come from a newer program.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{text}` is no {what} that this program knows")]
-pub struct UnknownName {
-    what: &'static str,
-    text: String,
-}
-
-impl UnknownName {
-    pub(super) fn of(what: &'static str, text: &str) -> Self {
-        Self { what, text: text.to_owned() }
-    }
-}
-
 impl State {
     /// The states that are stored.
     pub const STORED: [Self; 5] = [
@@ -244,25 +228,31 @@ impl Record {
     }
 }
 
+/// The text of each of these types is its `as_str`, and is read back. A text that is no name may
+/// come from a newer program.
 macro_rules! names {
     ($($kind:ident, $what:literal, $all:expr;)*) => {
         $(
-            impl fmt::Display for $kind {
-                fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            impl std::fmt::Display for $kind {
+                fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                     f.write_str(self.as_str())
                 }
             }
 
-            impl FromStr for $kind {
-                type Err = UnknownName;
+            impl std::str::FromStr for $kind {
+                type Err = crate::error::Invalid;
 
-                fn from_str(text: &str) -> Result<Self, UnknownName> {
-                    $all.into_iter().find(|one| one.as_str() == text).ok_or_else(|| UnknownName::of($what, text))
+                fn from_str(text: &str) -> Result<Self, crate::error::Invalid> {
+                    $all.into_iter().find(|one| one.as_str() == text).ok_or_else(|| {
+                        crate::error::Invalid::new(format!("`{text}` is no {} that this program knows", $what))
+                    })
                 }
             }
         )*
     };
 }
+
+pub(super) use names;
 
 names! {
     State, "stored state", State::STORED;

@@ -14,8 +14,7 @@
 
 use std::time::Duration;
 
-use crate::inbox::rules::horizon::{Age, Bounds, Verdict, judge};
-use crate::time::db_time::DbTime;
+use crate::error::Invalid;
 
 /// Lifetimes of an operation's records, counted from the outcome.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,21 +27,6 @@ pub struct Retention {
     pub metadata: Duration,
 }
 
-/// Lifetimes that contradict each other.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum RetentionError {
-    /// With a `ttl` of zero no answer would ever be replayed.
-    #[error("`ttl` must be longer than zero")]
-    NoTtl,
-    /// The body would be kept when it is not replayed any more.
-    #[error("`body` must not be longer than `ttl`: nothing is replayed after it")]
-    BodyBeyondTtl,
-    /// The record would be deleted while its answer must still be replayed.
-    #[error("`metadata` must be at least as long as `ttl`")]
-    MetadataBelowTtl,
-}
-
 impl Default for Retention {
     fn default() -> Self {
         let day = Duration::from_secs(86_400);
@@ -52,51 +36,23 @@ impl Default for Retention {
 
 impl Retention {
     /// Refuses lifetimes that contradict each other.
-    pub(crate) fn validate(&self) -> Result<(), RetentionError> {
+    pub(crate) fn validate(&self) -> Result<(), Invalid> {
         if self.ttl.is_zero() {
-            Err(RetentionError::NoTtl)
+            Err(Invalid::new("`ttl` must be longer than zero"))
         } else if self.body > self.ttl {
-            Err(RetentionError::BodyBeyondTtl)
+            Err(Invalid::new("`body` must not be longer than `ttl`: nothing is replayed after it"))
         } else if self.metadata < self.ttl {
-            Err(RetentionError::MetadataBelowTtl)
+            Err(Invalid::new("`metadata` must be at least as long as `ttl`"))
         } else {
             Ok(())
         }
     }
 }
 
-/// What the time inside a key means when there is no record of it (O23).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum KeyAge {
-    /// The key may be used.
-    Fine,
-    /// A record of the key may have been purged: `IDEMPOTENCY_KEY_EXPIRED`.
-    TooOld,
-    /// The time lies beyond database time and skew: `IDEMPOTENCY_KEY_INVALID`.
-    FromTheFuture,
-    /// The key carries no time, so its age is not known.
-    Untimed,
-}
-
-impl KeyAge {
-    /// Judges the time of a key that has no record.
-    #[must_use]
-    pub fn of(time: Option<DbTime>, bounds: Bounds) -> Self {
-        let Some(time) = time else { return Self::Untimed };
-        match judge(Age::InId(time), bounds) {
-            Verdict::GoOn => Self::Fine,
-            Verdict::TooOld => Self::TooOld,
-            Verdict::FromTheFuture => Self::FromTheFuture,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::record::tests::at;
     use super::*;
 
-    const SKEW: Duration = Duration::from_secs(60);
     const RETENTION: Retention =
         Retention { ttl: Duration::from_secs(100), body: Duration::from_secs(50), metadata: Duration::from_secs(200) };
 
@@ -105,21 +61,14 @@ mod tests {
     fn m99_lifetimes_that_contradict_each_other_are_refused() {
         let second = Duration::from_secs(1);
         assert_eq!(Retention::default().validate(), Ok(()));
-        assert_eq!(Retention { ttl: Duration::ZERO, ..RETENTION }.validate(), Err(RetentionError::NoTtl));
-        let body = Retention { body: RETENTION.ttl + second, ..RETENTION };
-        assert_eq!(body.validate(), Err(RetentionError::BodyBeyondTtl));
-        let metadata = Retention { metadata: RETENTION.ttl - second, ..RETENTION };
-        assert_eq!(metadata.validate(), Err(RetentionError::MetadataBelowTtl));
+        for (retention, name) in [
+            (Retention { ttl: Duration::ZERO, ..RETENTION }, "`ttl`"),
+            (Retention { body: RETENTION.ttl + second, ..RETENTION }, "`body`"),
+            (Retention { metadata: RETENTION.ttl - second, ..RETENTION }, "`metadata`"),
+        ] {
+            let why = retention.validate().expect_err(name).to_string();
+            assert!(why.starts_with(name), "{why}");
+        }
         assert_eq!(Retention { body: RETENTION.ttl, metadata: RETENTION.ttl, ..RETENTION }.validate(), Ok(()));
-    }
-
-    #[test]
-    fn o23_without_a_purge_nothing_is_too_old_and_a_key_without_time_says_nothing() {
-        let bounds = |purged_below| Bounds { purged_below, now: at(10_000), id_skew: SKEW };
-        assert_eq!(KeyAge::of(Some(at(0)), bounds(None)), KeyAge::Fine);
-        assert_eq!(KeyAge::of(Some(at(9)), bounds(Some(at(10)))), KeyAge::TooOld);
-        assert_eq!(KeyAge::of(Some(at(10)), bounds(Some(at(10)))), KeyAge::Fine);
-        assert_eq!(KeyAge::of(Some(at(10_061)), bounds(None)), KeyAge::FromTheFuture);
-        assert_eq!(KeyAge::of(None, bounds(Some(at(10)))), KeyAge::Untimed);
     }
 }

@@ -3,7 +3,7 @@
 //! is checked when the service starts.
 //!
 //! Guarantees: a combination of settings under which an operation could run twice, or be lost, is
-//! refused with an error of its own before the first request is taken.
+//! refused, with the reason, before the first request is taken.
 //!
 //! Not here: the command's fingerprint ([`fingerprint`](super::fingerprint)), the strategies of
 //! outside providers ([`provider`](super::provider)), and where a route's settings are read from.
@@ -12,8 +12,9 @@ use std::time::Duration;
 
 use super::key::KeyFormat;
 use super::record::Mode;
-use super::retention::{Retention, RetentionError};
-use crate::time::bound::{self, TooLong};
+use super::retention::Retention;
+use crate::error::Invalid;
+use crate::time::bound;
 
 /// Whether a request must carry a key (M6, M12).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -153,51 +154,6 @@ pub struct Route {
     pub operation_path: Option<String>,
 }
 
-/// A combination of settings under which an operation could run twice, or be lost.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum RouteError {
-    /// `while_running` is `Accepted` in mode `Transactional`, where a run cannot be seen by others.
-    #[error("`while_running = accepted` needs an operation that others can see: not in `Mode::Transactional`")]
-    AcceptedInTransactional,
-    /// `after_expiry` is `Reject`, and the keys carry no time.
-    #[error("`after_expiry = reject` needs `key_format = uuid_v7`: without a time a late retry looks like a new key")]
-    RejectUntimed,
-    /// `effects` is `Repeatable` outside of mode `Edge`. A phased operation declares this in the
-    /// strategy of an effect (O11).
-    #[error("`effects = repeatable` is for mode edge only")]
-    RepeatableElsewhere,
-    /// `reconciles` is set, and the mode is not `Edge`: other modes have nothing to reconcile.
-    #[error("`reconciles` is for mode edge only: a phased operation recovers, the others need none")]
-    ReconcilesElsewhere,
-    /// `timeout` and `completion_budget` together are not shorter than `lease`: a run would outlive
-    /// its claim (pitfall 10).
-    #[error("`timeout` and `completion_budget` must be shorter than `lease` together, or a run outlives its claim")]
-    LeaseTooShort,
-    /// `while_running` is `Wait`, and `wait_max` or `waiters_max` is zero.
-    #[error("`wait_max` must be longer than zero, and `waiters_max` at least 1, for `while_running = wait`")]
-    NoWait,
-    /// The store may forget records, so the effects must be `Repeatable`, in mode `Edge` (O25).
-    #[error("a guard store forgets: it takes mode edge with `effects = repeatable` only")]
-    GuardNeedsRepeatable,
-    /// `operation_path` cannot stand in the header `Location`: a client would take the 202 without
-    /// it for the end of the operation.
-    #[error("`operation_path` may have visible ASCII characters only: it stands in the header `Location`")]
-    OperationPath,
-    /// The lifetimes of `retention` contradict each other.
-    #[error(transparent)]
-    Retention(#[from] RetentionError),
-    /// The setting of this name is longer than 100 years.
-    #[error("`{0}` must be at most 100 years")]
-    TooLong(&'static str),
-}
-
-impl From<TooLong> for RouteError {
-    fn from(TooLong(name): TooLong) -> Self {
-        Self::TooLong(name)
-    }
-}
-
 impl MismatchStatus {
     pub(crate) fn status(self) -> u16 {
         match self {
@@ -239,35 +195,47 @@ impl Route {
         }
     }
 
-    /// Checks the settings against each other and against the store.
-    ///
-    /// # Errors
-    /// The first such combination.
-    pub fn validate(&self, store: Durability) -> Result<(), RouteError> {
+    /// Checks the settings against each other and against the store. The error says what the first
+    /// contradiction is.
+    pub(crate) fn validate(&self, store: Durability) -> Result<(), Invalid> {
         let checks = [
             (
                 self.mode == Mode::Transactional && self.while_running == WhileRunning::Accepted,
-                RouteError::AcceptedInTransactional,
+                "`while_running = accepted` needs an operation that others can see: not in `Mode::Transactional`",
             ),
             (
                 self.after_expiry == AfterExpiry::Reject && self.key_format != KeyFormat::UuidV7,
-                RouteError::RejectUntimed,
+                "`after_expiry = reject` needs `key_format = uuid_v7`: without a time a late retry looks like a new key",
             ),
-            (self.effects == Effects::Repeatable && self.mode != Mode::Edge, RouteError::RepeatableElsewhere),
-            (self.reconciles && self.mode != Mode::Edge, RouteError::ReconcilesElsewhere),
-            (self.timeout.saturating_add(self.completion_budget) >= self.lease, RouteError::LeaseTooShort),
+            // A phased operation declares this in the strategy of an effect (O11).
+            (
+                self.effects == Effects::Repeatable && self.mode != Mode::Edge,
+                "`effects = repeatable` is for mode edge only",
+            ),
+            (
+                self.reconciles && self.mode != Mode::Edge,
+                "`reconciles` is for mode edge only: a phased operation recovers, the others need none",
+            ),
+            (
+                self.timeout.saturating_add(self.completion_budget) >= self.lease,
+                "`timeout` and `completion_budget` must be shorter than `lease` together, or a run outlives its claim",
+            ),
             (
                 self.while_running == WhileRunning::Wait && (self.wait_max.is_zero() || self.waiters_max == 0),
-                RouteError::NoWait,
+                "`wait_max` must be longer than zero, and `waiters_max` at least 1, for `while_running = wait`",
             ),
+            // A client would take a 202 without `Location` for the end of the operation.
             (
                 self.operation_path.as_ref().is_some_and(|path| !path.bytes().all(|byte| byte.is_ascii_graphic())),
-                RouteError::OperationPath,
+                "`operation_path` may have visible ASCII characters only: it stands in the header `Location`",
             ),
-            (store == Durability::Guard && self.effects != Effects::Repeatable, RouteError::GuardNeedsRepeatable),
+            (
+                store == Durability::Guard && self.effects != Effects::Repeatable,
+                "a guard store forgets: it takes mode edge with `effects = repeatable` only",
+            ),
         ];
-        if let Some((_, error)) = checks.into_iter().find(|(applies, _)| *applies) {
-            return Err(error);
+        if let Some((_, why)) = checks.into_iter().find(|(applies, _)| *applies) {
+            return Err(Invalid::new(why));
         }
         self.retention.validate()?;
         // The checks above keep every other time shorter than one of these.
@@ -277,8 +245,7 @@ impl Route {
             ("request_body_within", self.request_body_within),
             ("id_skew", self.id_skew),
             ("metadata", self.retention.metadata),
-        ])?;
-        Ok(())
+        ])
     }
 }
 
@@ -286,8 +253,8 @@ impl Route {
 mod tests {
     use super::*;
 
-    fn refused(route: &Route) -> RouteError {
-        route.validate(Durability::Durable).expect_err("refused")
+    fn refused(route: &Route) -> String {
+        route.validate(Durability::Durable).expect_err("refused").to_string()
     }
 
     #[test]
@@ -307,24 +274,26 @@ mod tests {
         let (same_tx, edge, phased) =
             (Route::new(Mode::Transactional), Route::new(Mode::Edge), Route::new(Mode::Phased));
         let accepted = Route { while_running: WhileRunning::Accepted, ..same_tx };
-        assert_eq!(refused(&accepted), RouteError::AcceptedInTransactional);
+        assert!(refused(&accepted).starts_with("`while_running = accepted`"));
         for key_format in [KeyFormat::Opaque, KeyFormat::Uuid] {
-            assert_eq!(refused(&Route { key_format, ..phased.clone() }), RouteError::RejectUntimed);
+            assert!(refused(&Route { key_format, ..phased.clone() }).starts_with("`after_expiry = reject`"));
         }
         for mode in [Mode::Transactional, Mode::Bridged, Mode::Phased] {
             let route = Route { effects: Effects::Repeatable, ..Route::new(mode) };
-            assert_eq!(refused(&route), RouteError::RepeatableElsewhere);
-            assert_eq!(refused(&Route { reconciles: true, ..Route::new(mode) }), RouteError::ReconcilesElsewhere);
+            assert!(refused(&route).starts_with("`effects = repeatable`"));
+            assert!(refused(&Route { reconciles: true, ..Route::new(mode) }).starts_with("`reconciles`"));
         }
-        assert_eq!(refused(&Route { lease: Duration::from_secs(25), ..edge.clone() }), RouteError::LeaseTooShort);
+        let too_short = "`timeout` and `completion_budget`";
+        assert!(refused(&Route { lease: Duration::from_secs(25), ..edge.clone() }).starts_with(too_short));
         let wait = Route { while_running: WhileRunning::Wait, wait_max: Duration::ZERO, ..edge.clone() };
-        assert_eq!(refused(&wait), RouteError::NoWait);
+        assert!(refused(&wait).starts_with("`wait_max`"));
         for path in ["/op\u{e9}rations/", "/operations /", "/operations/\r\n"] {
             let operation_path = Some(path.to_owned());
-            assert_eq!(refused(&Route { operation_path, ..phased.clone() }), RouteError::OperationPath, "{path:?}");
+            let why = refused(&Route { operation_path, ..phased.clone() });
+            assert!(why.starts_with("`operation_path`"), "{path:?}");
         }
         let retention = Retention { ttl: Duration::ZERO, ..Retention::default() };
-        assert_eq!(refused(&Route { retention, ..edge }), RouteError::Retention(RetentionError::NoTtl));
+        assert!(refused(&Route { retention, ..edge }).starts_with("`ttl`"));
     }
 
     // Beyond this, `Instant::now() + lease` panics at the first request. Shown by: taking out each
@@ -340,18 +309,18 @@ mod tests {
             (Route { id_skew: forever, ..route.clone() }, "id_skew"),
             (Route { retention, ..route.clone() }, "metadata"),
         ] {
-            assert_eq!(refused(&too_long), RouteError::TooLong(name));
+            assert_eq!(refused(&too_long), format!("`{name}` must be at most 100 years"));
         }
         let timeout = Route { timeout: forever, lease: forever, ..route };
-        assert_eq!(refused(&timeout), RouteError::LeaseTooShort, "the timeout is shorter than the lease");
+        assert!(refused(&timeout).starts_with("`timeout`"), "the timeout is shorter than the lease");
     }
 
     // Shown by: taking out the last check.
     #[test]
     fn o25_a_guard_store_takes_repeatable_edge_routes_only() {
         for mode in Mode::ALL {
-            let refused = Route::new(mode).validate(Durability::Guard);
-            assert_eq!(refused, Err(RouteError::GuardNeedsRepeatable), "{mode}");
+            let refused = Route::new(mode).validate(Durability::Guard).expect_err("refused").to_string();
+            assert!(refused.starts_with("a guard store forgets"), "{mode}");
         }
         let repeatable = Route { effects: Effects::Repeatable, ..Route::new(Mode::Edge) };
         assert_eq!(repeatable.validate(Durability::Guard), Ok(()));

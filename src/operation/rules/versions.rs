@@ -8,7 +8,6 @@
 //! Not here: where processes announce this (`Engine::measure`) and where it is stored (`store`),
 //! and the verdict on one fingerprint (`fingerprint`).
 
-use std::fmt;
 use std::ops::RangeInclusive;
 use std::time::Duration;
 
@@ -48,57 +47,28 @@ pub struct Announced {
     pub versions: Versions,
 }
 
-/// A process that cannot compare what another process writes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Unreadable {
-    /// The operation whose fingerprints cannot be read.
-    pub operation: OperationName,
-    /// The process that cannot read them.
-    pub reader: Uuid,
-    /// The process that writes them.
-    pub writer: Uuid,
-    /// What cannot be read.
-    pub what: Written,
-}
-
-/// The part of a fingerprint that the other process cannot read.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Written {
-    /// The version of the fingerprint.
-    Version(u32),
-    /// The key id of the fingerprint.
-    Kid(Kid),
-}
-
-impl fmt::Display for Written {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Version(version) => write!(f, "version {version}"),
-            Self::Kid(kid) => write!(f, "key id {kid}"),
-        }
-    }
-}
-
 impl Versions {
     /// What this process writes and `reader` cannot read.
-    fn unread_by<'a>(&'a self, reader: &'a Self) -> impl Iterator<Item = Written> + 'a {
-        let version = (!reader.readable.contains(&self.write_version)).then_some(Written::Version(self.write_version));
-        let kid = (!reader.kids.contains(&self.write_kid)).then(|| Written::Kid(self.write_kid.clone()));
+    fn unread_by(&self, reader: &Self) -> impl Iterator<Item = String> {
+        let (version, kid) = (self.write_version, &self.write_kid);
+        let version = (!reader.readable.contains(&version)).then(|| format!("version {version}"));
+        let kid = (!reader.kids.contains(kid)).then(|| format!("key id {kid}"));
         version.into_iter().chain(kid)
     }
 }
 
-/// All pairs in which one process cannot read what another one of the same operation writes now.
+/// Each case in which a process cannot read what another one writes now: the operation, and a
+/// sentence for a person.
 #[must_use]
-pub fn unreadable(live: &[Announced]) -> Vec<Unreadable> {
+pub fn unreadable(live: &[Announced]) -> Vec<(&OperationName, String)> {
     let mut found = Vec::new();
     for writer in live {
-        for reader in live.iter().filter(|reader| reader.versions.operation == writer.versions.operation) {
-            found.extend(writer.versions.unread_by(&reader.versions).map(|what| Unreadable {
-                operation: writer.versions.operation.clone(),
-                reader: reader.process,
-                writer: writer.process,
-                what,
+        let operation = &writer.versions.operation;
+        for reader in live.iter().filter(|reader| reader.versions.operation == *operation) {
+            found.extend(writer.versions.unread_by(&reader.versions).map(|what| {
+                let why =
+                    format!("process {} writes {what}, which process {} cannot read", writer.process, reader.process);
+                (operation, why)
             }));
         }
     }
@@ -130,21 +100,16 @@ mod tests {
             said(2, "pay", 1..=1, 1, &["sha256"]),
             said(2, "note", 3..=3, 3, &["sha256", "k1"]),
         ];
-        assert_eq!(unreadable(&fine), []);
+        assert!(unreadable(&fine).is_empty());
         let raised_too_early = [said(1, "pay", 1..=2, 2, &["sha256", "k1"]), said(2, "pay", 1..=1, 1, &["sha256"])];
-        let of = |what| Unreadable {
-            operation: "pay".parse().unwrap(),
-            reader: Uuid::from_u128(2),
-            writer: Uuid::from_u128(1),
-            what,
-        };
-        let both = [of(Written::Version(2)), of(Written::Kid("k1".parse().unwrap()))];
+        let (writer, reader) = (Uuid::from_u128(1), Uuid::from_u128(2));
+        let pay: OperationName = "pay".parse().unwrap();
+        let both = ["version 2", "key id k1"]
+            .map(|what| (&pay, format!("process {writer} writes {what}, which process {reader} cannot read")));
         assert_eq!(unreadable(&raised_too_early), both);
         // A version older than the oldest readable one is answered with 409, so it is named too.
         let forgotten_too_early = [said(1, "pay", 1..=2, 1, &["sha256"]), said(2, "pay", 2..=3, 2, &["sha256"])];
-        assert_eq!(
-            unreadable(&forgotten_too_early).iter().map(|one| &one.what).collect::<Vec<_>>(),
-            [&Written::Version(1)]
-        );
+        let why: Vec<String> = unreadable(&forgotten_too_early).into_iter().map(|(_, why)| why).collect();
+        assert_eq!(why, [format!("process {writer} writes version 1, which process {reader} cannot read")]);
     }
 }

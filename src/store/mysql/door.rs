@@ -178,13 +178,14 @@ async fn explain(connection: &mut MySqlConnection, messages: &[NewMessage], byte
         now = u64::try_from(row.try_get::<i64, _>("millis")?).unwrap_or(0);
         packet = row.try_get("packet")?;
         let value = u64::try_from(value).unwrap_or(0);
-        match name.as_str() {
-            "id_skew_seconds" => skew = value,
-            name => limits.set(name, usize::try_from(value).unwrap_or(usize::MAX)),
+        if name == "id_skew_seconds" {
+            skew = value;
+            found += 1;
+        } else if limits.set(&name, usize::try_from(value).unwrap_or(usize::MAX)) {
+            found += 1;
         }
-        found += usize::from(name == "id_skew_seconds" || Limits::NAMES.contains(&name.as_str()));
     }
-    if found != Limits::NAMES.len() + 1 {
+    if found != Limits::COUNT + 1 {
         return Err(StoreError::Refused(
             "a row of oncebox_limits is missing; `oncebox migrate print` shows all".to_owned(),
         ));

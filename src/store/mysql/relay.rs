@@ -204,7 +204,7 @@ impl MySqlSession {
 
     fn is_ours(&self, row: &MySqlRow) -> Result<(), StoreError> {
         let seen = Fence { epoch: row.try_get("epoch")?, revision: row.try_get("revision")? };
-        self.fence.check(seen).map_err(|lost| self.fenced(&lost.to_string()))
+        self.fence.check(seen).map_err(|lost| self.fenced(&lost))
     }
 
     /// Reads the first rows outside these runs, which are in flight. Returns true where there may

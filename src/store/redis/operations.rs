@@ -16,9 +16,7 @@ use super::scripts;
 use crate::error::StoreError;
 use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
 use crate::operation::port::stored::{Columns, body_of, pack, unpack};
-use crate::operation::port::{
-    Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Owned, RunOutcome,
-};
+use crate::operation::port::{Basis, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Owned, RunOutcome};
 use crate::operation::rules::record::{Resource, StoredAnswer};
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::route::Durability;
@@ -224,7 +222,7 @@ impl Keys for RedisKeys {
         }))
     }
 
-    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Option<Owned>, StoreError> {
         claim.requires(&[Mode::Bridged, Mode::Edge])?;
         let planned = claim.owned(basis);
         let (basis, seen) = match basis {
@@ -255,7 +253,7 @@ impl Keys for RedisKeys {
         let [running, unknown, epochs] = self.shared();
         let keys = [record, body, running, unknown, epochs];
         let epoch: Option<i64> = self.call(&scripts::CLAIM, &keys, &args).await?;
-        Ok(epoch.map_or(Claimed::Refused, |epoch| Claimed::Owned(Owned { epoch, ..planned })))
+        Ok(epoch.map(|epoch| Owned { epoch, ..planned }))
     }
 
     async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {

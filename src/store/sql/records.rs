@@ -17,7 +17,7 @@ use crate::error::StoreError;
 use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
 use crate::operation::port::stored::{body_of, corrupt, unpack};
 use crate::operation::port::{
-    Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Owned, RecordFence, RunOutcome,
+    Basis, Fenced, KeptBody, KeyClaim, Keys, Look, OperationStats, Owned, RecordFence, RunOutcome,
 };
 use crate::operation::rules::record::{Resource, StoredAnswer, StoredBody};
 use crate::operation::rules::retention::Retention;
@@ -231,14 +231,14 @@ impl<S: KeyStore> Keys for S {
         self.reader().await?.first(body).await?.map(|row| body_at(&*row, 0)).transpose()
     }
 
-    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Claimed, StoreError> {
+    async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Option<Owned>, StoreError> {
         claim.requires(&[Mode::Bridged, Mode::Edge])?;
         let owned = claim.owned(basis);
         let is_claimed = match renewal(claim, basis, &owned) {
             None => is_inserted(self.run_alone(insertion(claim, State::InProgress, &owned)).await)?,
             Some(renewal) => renew(self, claim, basis, renewal).await?,
         };
-        Ok(if is_claimed { Claimed::Owned(owned) } else { Claimed::Refused })
+        Ok(is_claimed.then_some(owned))
     }
 
     async fn heartbeat(&self, owned: &Owned, lease: Duration) -> Result<Fenced, StoreError> {

@@ -104,7 +104,7 @@ impl SqliteSession {
     /// Checks the first row of an answer: the shard must be as this session left it.
     fn check_fence(&self, row: &SqliteRow) -> Result<(), StoreError> {
         let seen = Fence { epoch: row.try_get(0)?, revision: row.try_get(1)? };
-        self.fence.check(seen).map_err(|lost| self.fenced(&lost.to_string()))?;
+        self.fence.check(seen).map_err(|lost| self.fenced(&lost))?;
         let (last, scanned_to): (i64, i64) = (row.try_get(2)?, row.try_get(3)?);
         if last < scanned_to {
             return Err(StoreError::Refused(format!(

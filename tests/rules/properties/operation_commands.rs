@@ -4,7 +4,7 @@
 use std::ops::RangeInclusive;
 
 use crate::operation::rules::fingerprint::Comparison;
-use crate::operation::rules::json::{DEPTH_MAX, JsonFault};
+use crate::operation::rules::json::{DEPTH_MAX, DUPLICATE_MEMBER, LONE_SURROGATE};
 use crate::operation::rules::raw::RawCommand;
 use crate::operation::rules::{Canonical, Decimal, Fingerprint, FingerprintWriter, Fingerprinter, Keyring};
 use proptest::prelude::*;
@@ -114,9 +114,9 @@ impl Scribe {
     }
 }
 
-fn read(body: &str) -> Result<RawCommand, JsonFault> {
+fn read(body: &str) -> Result<RawCommand, String> {
     let command = RawCommand::new(Vec::new(), Vec::new()).body("application/json", body.as_bytes());
-    command.map_err(|error| error.fault)
+    command.map_err(|why| why.to_string())
 }
 
 fn fingerprinter(readable: RangeInclusive<u32>, write: u32, keyring: Keyring) -> Fingerprinter {
@@ -183,7 +183,7 @@ proptest! {
         counting.value(&whole);
         let mut scribe = Scribe { twice_in: Some(at.index(counting.objects)), ..Scribe::of(seed) };
         let written = scribe.value(&whole);
-        prop_assert_eq!(read(&written), Err(JsonFault::DuplicateMember), "{}", written);
+        prop_assert!(read(&written).is_err_and(|why| why.contains(DUPLICATE_MEMBER)), "{}", written);
     }
 
     /// Shown by: a bound of 2^53.
@@ -217,7 +217,7 @@ proptest! {
     ) {
         let text = format!("\"{before}\\u{half:04x}{after}\"");
         let written = if is_name { format!("{{{text}:1}}") } else { format!("[{text}]") };
-        prop_assert_eq!(read(&written), Err(JsonFault::LoneSurrogate), "{}", written);
+        prop_assert!(read(&written).is_err_and(|why| why.contains(LONE_SURROGATE)), "{}", written);
     }
 
     /// Shown by: one level more than the bound.
@@ -320,12 +320,10 @@ proptest! {
         // As it comes back from a store.
         let stored: Fingerprint = stored.to_string().parse().unwrap();
         let knows = writer.write_kid == "sha256" || reader.kids.contains(&writer.write_kid);
-        let expected = if writer.writes > reader.newest {
-            Comparison::Newer
-        } else if writer.writes < reader.oldest {
+        let expected = if writer.writes < reader.oldest {
             Comparison::TooOld
-        } else if !knows {
-            Comparison::UnknownKid
+        } else if writer.writes > reader.newest || !knows {
+            Comparison::Unreadable
         } else if change.is_some_and(|at| at < writer.writes as usize) {
             Comparison::Different
         } else {

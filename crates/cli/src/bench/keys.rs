@@ -18,7 +18,7 @@ use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::app::AppError;
 use oncebox::operation::{Fingerprint, Identity, Key, KeyFormat, Mode, OperationName, PrincipalMark, Retention, Scope};
-use oncebox::store::{Basis, Claimed, KeyClaim};
+use oncebox::store::{Basis, KeyClaim};
 
 /// The operation whose keys are stored and purged.
 pub(super) const OLD: &str = "bench_old";
@@ -85,8 +85,8 @@ async fn claims<S: Yard>(store: &S, count: usize) -> Result<f64, AppError> {
         let store = store.clone();
         async move {
             match store.claim(&claim()?, Basis::New).await? {
-                Claimed::Owned(_) => Ok(()),
-                Claimed::Refused => Err(AppError::failed("a new key was taken already")),
+                Some(_) => Ok(()),
+                None => Err(AppError::failed("a new key was taken already")),
             }
         }
     };

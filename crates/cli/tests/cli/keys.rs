@@ -6,8 +6,8 @@ use std::time::Duration;
 use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Resource, Retention, Scope, Stage};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
-    Answer, AnswerBody, Base, Basis, Begun, Claimed, Driven, FIRST_POINT, KeptBody, KeyClaim, Keys, NewEvidence,
-    NewIntent, NewOperation, Phases, RunOutcome, Sealed, StoreOptions,
+    Answer, AnswerBody, Base, Basis, Begun, Driven, FIRST_POINT, KeptBody, KeyClaim, Keys, NewEvidence, NewIntent,
+    NewOperation, Phases, RunOutcome, Sealed, StoreOptions,
 };
 use serde_json::{Value, json};
 
@@ -49,7 +49,7 @@ fn completed() -> RunOutcome {
 fn edge(place: &Place, key: &str, outcome: Option<RunOutcome>) -> String {
     let claim = claim(Mode::Edge, key);
     with(place, async |store| {
-        let Claimed::Owned(owned) = store.claim(&claim, Basis::New).await.unwrap() else { panic!("not claimed") };
+        let Some(owned) = store.claim(&claim, Basis::New).await.unwrap() else { panic!("not claimed") };
         if let Some(outcome) = outcome {
             store.finish(&owned, &outcome, &Retention::default()).await.unwrap();
         }
@@ -209,7 +209,7 @@ fn a_purge_of_all_goes_on_to_the_last_and_one_with_a_limit_says_what_it_leaves()
     with(&place, async |store| {
         for number in 0..130 {
             let claim = claim(Mode::Edge, &format!("key-{number}"));
-            let Claimed::Owned(owned) = store.claim(&claim, Basis::New).await.unwrap() else { panic!("not claimed") };
+            let Some(owned) = store.claim(&claim, Basis::New).await.unwrap() else { panic!("not claimed") };
             store.finish(&owned, &completed(), &Retention::default()).await.unwrap();
         }
     });

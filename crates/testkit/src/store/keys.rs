@@ -12,7 +12,7 @@ use oncebox::operation::{
     Durability, Identity, Key, KeyFormat, Keyring, Mode, Record, Resource, Retention, Scope, State, StoredBody,
     Tombstone,
 };
-use oncebox::store::{Answer, AnswerBody, Basis, Claimed, Fenced, KeptBody, KeyClaim, Keys, Owned, RunOutcome};
+use oncebox::store::{Answer, AnswerBody, Basis, Fenced, KeptBody, KeyClaim, Keys, Owned, RunOutcome};
 
 /// A lease that no case outlives.
 pub(super) const LONG: Duration = Duration::from_secs(600);
@@ -108,22 +108,15 @@ pub(super) fn timed(at: SystemTime) -> KeyClaim {
     KeyClaim { identity: Identity::new(&scope, plain.identity.operation().clone(), key), ..plain }
 }
 
-fn owned(claimed: Claimed) -> Owned {
-    match claimed {
-        Claimed::Owned(owned) => owned,
-        other => panic!("not ours: {other:?}"),
-    }
-}
-
 /// Makes a claim that must be refused.
 async fn refused<F: KeysFixture>(trial: &F, claim: &KeyClaim, basis: Basis<'_>) {
     let claimed = trial.store().claim(claim, basis).await.unwrap();
-    assert!(matches!(claimed, Claimed::Refused), "{claimed:?}");
+    assert!(claimed.is_none(), "{claimed:?}");
 }
 
 /// Claims the key. The case fails where somebody else has it.
 pub(super) async fn take<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Owned {
-    owned(trial.store().claim(claim, Basis::New).await.unwrap())
+    trial.store().claim(claim, Basis::New).await.unwrap().unwrap()
 }
 
 /// Claims the key and writes this outcome.
@@ -170,7 +163,7 @@ async fn body_over<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Record {
 async fn winners<F: KeysFixture>(trial: &F, claim: &KeyClaim, basis: Basis<'_>) -> usize {
     let racing = (0..20).map(|_| trial.store().claim(claim, basis));
     let won = futures_util::future::join_all(racing).await;
-    won.into_iter().filter(|claimed| matches!(claimed.as_ref().unwrap(), Claimed::Owned(_))).count()
+    won.into_iter().filter(|claimed| claimed.as_ref().unwrap().is_some()).count()
 }
 
 /// The unique key decides who gets the claim, not a SELECT before it.
@@ -260,7 +253,7 @@ pub async fn m34_m99_a_resource_outlives_the_body_and_not_its_run<F: KeysFixture
         return;
     }
     let expired = over(trial, &claim).await;
-    let owner = owned(trial.store().claim(&again(&claim), Basis::Anew(&expired)).await.unwrap());
+    let owner = trial.store().claim(&again(&claim), Basis::Anew(&expired)).await.unwrap().unwrap();
     trial.store().finish(&owner, &completed(), &KEPT).await.unwrap();
     assert_eq!(record(trial, &claim).await.answer.unwrap().resource, None);
 }
@@ -304,7 +297,7 @@ pub async fn o2_an_owner_that_was_taken_over_changes_nothing<F: KeysFixture>(tri
     let old = take(trial, &claim).await;
     let stale = over(trial, &claim).await;
     let next = KeyClaim { lease: LONG, owner: KeyClaim::new_owner(), ..claim.clone() };
-    let new = owned(trial.store().claim(&next, Basis::TakeOver(&stale)).await.unwrap());
+    let new = trial.store().claim(&next, Basis::TakeOver(&stale)).await.unwrap().unwrap();
     let before = record(trial, &claim).await;
     // Forged owners: one has the new epoch, the other the new token.
     let forged = [Owned { epoch: new.epoch, ..old.clone() }, Owned { owner: new.owner, ..old.clone() }];
@@ -350,7 +343,7 @@ pub async fn o11_a_claim_whose_answer_was_lost_can_be_taken_back<F: KeysFixture>
     assert_eq!(trial.store().take_back(&again, Basis::New).await.unwrap(), Fenced::LostOwnership);
     let seen = over(trial, &lost).await;
     let taken = trial.store().claim(&again, Basis::TakeOver(&seen)).await.unwrap();
-    assert!(matches!(taken, Claimed::Owned(_)), "{taken:?}");
+    assert!(taken.is_some(), "{taken:?}");
     assert_eq!(trial.store().take_back(&lost, Basis::New).await.unwrap(), Fenced::LostOwnership);
     assert_eq!(trial.store().take_back(&again, Basis::TakeOver(&seen)).await.unwrap(), Fenced::Done);
     assert_eq!(trial.store().find(&lost.identity).await.unwrap().record, None);
@@ -367,7 +360,7 @@ pub async fn o11_a_repeat_that_is_taken_back_is_unknown_again<F: KeysFixture>(tr
     let again = KeyClaim { lease: LONG, owner: KeyClaim::new_owner(), ..first.clone() };
     let repeats = Basis::TakeOver(&seen);
     assert_eq!(trial.store().take_back(&again, repeats).await.unwrap(), Fenced::LostOwnership, "it has not arrived");
-    owned(trial.store().claim(&again, repeats).await.unwrap());
+    trial.store().claim(&again, repeats).await.unwrap().unwrap();
     assert_eq!(trial.store().take_back(&again, repeats).await.unwrap(), Fenced::Done);
     let found = record(trial, &first).await;
     assert_eq!((found.state, found.lease), (State::UnknownRequiresRecovery, None));
@@ -404,7 +397,7 @@ pub async fn o11_a_stale_edge_claim_becomes_unknown_once<F: KeysFixture>(trial: 
     assert!(unknown.epoch > seen.epoch);
     // Who finds out how it ended executes nothing, so that is no attempt.
     let asks = KeyClaim { lease: LONG, owner: KeyClaim::new_owner(), ..stale.clone() };
-    let asker = owned(trial.store().claim(&asks, Basis::Reconcile(&unknown)).await.unwrap());
+    let asker = trial.store().claim(&asks, Basis::Reconcile(&unknown)).await.unwrap().unwrap();
     assert_eq!((asker.attempts, asker.operation_id), (1, stale.operation_id));
     assert_eq!(trial.store().finish(&asker, &RunOutcome::Unknown, &KEPT).await.unwrap(), Fenced::Done);
     let unknown = record(trial, &stale).await;
@@ -425,7 +418,7 @@ pub async fn o29_what_failed_with_nothing_outstanding_runs_again<F: KeysFixture>
         assert_eq!((seen.state, seen.attempts), (State::FailedRetryable, attempt));
         let anew = again(&claim);
         refused(trial, &anew, Basis::Anew(&seen)).await;
-        owner = owned(trial.store().claim(&anew, Basis::Reclaim(&seen)).await.unwrap());
+        owner = trial.store().claim(&anew, Basis::Reclaim(&seen)).await.unwrap().unwrap();
         refused(trial, &anew, Basis::Reclaim(&seen)).await;
         assert!(Some(record(trial, &claim).await.created_at) >= seen.outcome_at, "it begins again");
         assert_eq!((owner.operation_id, owner.generation), (claim.operation_id, 1));
@@ -502,7 +495,7 @@ pub async fn o4_a_body_of_any_size_is_that_of_the_last_run<F: KeysFixture>(trial
         assert!(look.body.is_none_or(|beside| beside == body), "{size}");
         assert_eq!(trial.store().body(&look.record.unwrap()).await.unwrap(), Some(body));
         let expired = over(trial, &claim).await;
-        owner = owned(trial.store().claim(&again(&claim), Basis::Anew(&expired)).await.unwrap());
+        owner = trial.store().claim(&again(&claim), Basis::Anew(&expired)).await.unwrap().unwrap();
         assert_eq!(trial.store().find(&claim.identity).await.unwrap().body, None, "it runs");
     }
 }
@@ -630,7 +623,7 @@ pub async fn m120_what_a_tenant_has_stored_is_counted<F: KeysFixture>(trial: &F)
     eventually("the bodies are over", || async { (stored().await == sum).then_some(()) }).await;
     trial.store().expire_bodies(10).await.unwrap();
     assert_eq!(stored().await, sum);
-    let owner = owned(trial.store().claim(&of("k"), Basis::Anew(&seen)).await.unwrap());
+    let owner = trial.store().claim(&of("k"), Basis::Anew(&seen)).await.unwrap().unwrap();
     assert_eq!(stored().await, sum);
     trial.store().finish(&owner, &of_size(3_000), &KEPT).await.unwrap();
     assert_eq!(stored().await, sum + 3_000);

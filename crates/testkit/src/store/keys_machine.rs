@@ -5,9 +5,10 @@ use std::time::{Duration, SystemTime};
 
 use super::KeysFixture;
 use super::keys::{ENDED, GONE, KEPT, LONG, SHORT, again, claim, completed, outcome, over, record, run, take, timed};
+use super::machine::{Event, allowed};
 use super::trial::eventually;
-use oncebox::adapter::{Bounds, Event, allowed};
-use oncebox::operation::{KeyAge, Mode, Record, State};
+use oncebox::adapter::{Age, Bounds, Verdict, judge};
+use oncebox::operation::{Mode, Record, State};
 use oncebox::store::{Basis, KeyClaim, Keys};
 
 /// The states that a run can leave a record in.
@@ -172,5 +173,6 @@ pub async fn o23_a_key_from_beyond_the_usual_skew_is_too_old_once_its_record_is_
     })
     .await;
     let bounds = Bounds { purged_below: look.purged_below, now: look.now, id_skew };
-    assert_eq!(KeyAge::of(claim.identity.key().time(), bounds), KeyAge::TooOld);
+    let time = claim.identity.key().time().unwrap();
+    assert_eq!(judge(Age::InId(time), bounds), Verdict::TooOld);
 }

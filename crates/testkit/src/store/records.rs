@@ -8,11 +8,12 @@ use super::keys::{
     PATIENCE, again, claim, completed, failed, of_operation, outcome, record, retryable, run, take, timed,
 };
 use super::keys_machine::{self, Before, OUTCOMES, basis, read_states};
+use super::machine::{Event, allowed};
 use super::phases::{local, new_operation};
 use super::trial::{context, moved};
 use super::{Fixture, Trial};
-use oncebox::adapter::{Bounds, Event, allowed};
-use oncebox::operation::{KeyAge, Mode, Record, Retention, State};
+use oncebox::adapter::{Age, Bounds, Verdict, judge};
+use oncebox::operation::{Mode, Record, Retention, State};
 use oncebox::store::{
     Base, Basis, Begun, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, Operations, Owned, Proof, RunOutcome,
 };
@@ -125,18 +126,18 @@ pub async fn o23_a_key_whose_record_was_purged_is_too_old_for_ever<F: Fixture>(t
         let look = trial.store.find(&claim.identity).await.unwrap();
         assert_eq!(look.record, None);
         let bounds = Bounds { purged_below: look.purged_below, now: look.now, id_skew: skew };
-        (KeyAge::of(claim.identity.key().time(), bounds), look.purged_below)
+        (judge(Age::InId(claim.identity.key().time().unwrap()), bounds), look.purged_below)
     };
     go_by(trial, past.into()).await;
     assert_eq!(purged(trial, &claim, &RETENTION).await, 1);
     let (first, bound) = age().await;
-    assert_eq!(first, KeyAge::TooOld);
+    assert_eq!(first, Verdict::TooOld);
     // A later purge with longer lifetimes never lowers the bound.
     let other = ended(trial, "other", &completed(), &RETENTION).await;
     go_by(trial, 90_000).await;
     assert_eq!(purged(trial, &other, &Retention { metadata: seconds(80_000), ..RETENTION }).await, 1);
     let (later, raised) = age().await;
-    assert!(later == KeyAge::TooOld && raised >= bound, "{later:?} {raised:?}");
+    assert!(later == Verdict::TooOld && raised >= bound, "{later:?} {raised:?}");
 }
 
 /// Of all claims without an outcome, those are found whose lease is over, each once, by operation

@@ -7,10 +7,10 @@
 use super::super::fingerprint::Comparison;
 use super::super::identity::PrincipalMatch;
 use super::super::record::{Mode, State};
-use super::super::retention::KeyAge;
 use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunning};
 use super::NoKey;
 use super::decision::{Decision, Lost, TakeOver};
+use crate::inbox::rules::horizon::Verdict;
 
 /// What is known of the key: the column for [`KeyFound`](super::KeyFound).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,7 +64,7 @@ columns! {
     requirement: Requirement,
     no_key: Option<NoKey>,
     seen: Seen,
-    age: KeyAge,
+    age: Option<Verdict>,
     over_quota: bool,
     principal: PrincipalMatch,
     fingerprint: Comparison,
@@ -86,7 +86,7 @@ impl Facts {
         requirement: Requirement::Required,
         no_key: Some(NoKey::Missing),
         seen: Seen::Unreachable,
-        age: KeyAge::Untimed,
+        age: None,
         over_quota: true,
         principal: PrincipalMatch::Other,
         fingerprint: Comparison::Different,
@@ -145,20 +145,23 @@ pub(super) const TABLE: &[Row] = &[
     // In this order (O3): principal, fingerprint version, fingerprint.
     row(KNOWN.principal(&[PrincipalMatch::Other]), Decision::PrincipalMismatch),
     row(KNOWN.principal(&[PrincipalMatch::Unreadable]), Decision::FingerprintUnreadable),
-    row(KNOWN.fingerprint(&[Comparison::Newer, Comparison::UnknownKid]), Decision::FingerprintUnreadable),
+    row(KNOWN.fingerprint(&[Comparison::Unreadable]), Decision::FingerprintUnreadable),
     row(KNOWN.fingerprint(&[Comparison::TooOld]), Decision::FingerprintTooOld),
     row(KNOWN.fingerprint(&[Comparison::Different]), Decision::Mismatch),
     // The claim is not committed yet, in this process or another (O15, O19). There is no operation
     // yet whose location could be answered.
     row(ANY.seen(&[Seen::Running, Seen::Busy]).while_running(&[WhileRunning::Wait]), WAIT),
     row(ANY.seen(&[Seen::Running, Seen::Busy]), CONFLICT),
-    // There is no record: the key's age decides (O23).
-    row(ANY.seen(&[Seen::Nothing]).after_expiry(&[AfterExpiry::Reject]).age(&[KeyAge::TooOld]), Decision::Expired),
+    // There is no record: the verdict on the time in the key decides, if it has one (O23).
     row(
-        ANY.seen(&[Seen::Nothing]).after_expiry(&[AfterExpiry::Reject]).age(&[KeyAge::FromTheFuture]),
+        ANY.seen(&[Seen::Nothing]).after_expiry(&[AfterExpiry::Reject]).age(&[Some(Verdict::TooOld)]),
+        Decision::Expired,
+    ),
+    row(
+        ANY.seen(&[Seen::Nothing]).after_expiry(&[AfterExpiry::Reject]).age(&[Some(Verdict::FromTheFuture)]),
         Decision::KeyFromTheFuture,
     ),
-    row(ANY.seen(&[Seen::Nothing]).after_expiry(&[AfterExpiry::Reject]).age(&[KeyAge::Untimed]), Decision::KeyInvalid),
+    row(ANY.seen(&[Seen::Nothing]).after_expiry(&[AfterExpiry::Reject]).age(&[None]), Decision::KeyInvalid),
     row(ANY.seen(&[Seen::Nothing]).over_quota(&[true]), Decision::QuotaExceeded),
     row(ANY.seen(&[Seen::Nothing]), Decision::Claim),
     // In progress. The committed claim of a transactional operation comes first, because its lease

@@ -8,10 +8,10 @@ use proptest::prelude::*;
 use super::super::fingerprint::Comparison;
 use super::super::identity::PrincipalMatch;
 use super::super::record::{Mode, State};
-use super::super::retention::KeyAge;
 use super::super::route::{AfterExpiry, Effects, Replay, Requirement, WhileRunning};
 use super::table::{Body, Facts, Row, Seen, TABLE, judge};
 use super::{Decision, Lost, NoKey, TakeOver};
+use crate::inbox::rules::horizon::Verdict;
 
 /// Whether the operation's code runs after this decision, if its fenced statement changed the row.
 pub(super) fn executes(decision: Decision) -> bool {
@@ -29,10 +29,10 @@ const NO_KEYS: [Option<NoKey>; 5] =
     [Some(NoKey::Missing), Some(NoKey::Malformed), Some(NoKey::Unscoped), Some(NoKey::Elsewhere), None];
 const SEEN: [Seen; 7] =
     [Seen::NotAsked, Seen::Running, Seen::Unreachable, Seen::Busy, Seen::Nothing, Seen::WrongRecord, Seen::Record];
-const AGES: [KeyAge; 4] = [KeyAge::Fine, KeyAge::TooOld, KeyAge::FromTheFuture, KeyAge::Untimed];
+const AGES: [Option<Verdict>; 4] = [Some(Verdict::GoOn), Some(Verdict::TooOld), Some(Verdict::FromTheFuture), None];
 const PRINCIPALS: [PrincipalMatch; 3] = [PrincipalMatch::Same, PrincipalMatch::Other, PrincipalMatch::Unreadable];
-const COMPARISONS: [Comparison; 5] =
-    [Comparison::Equal, Comparison::Different, Comparison::Newer, Comparison::UnknownKid, Comparison::TooOld];
+const COMPARISONS: [Comparison; 4] =
+    [Comparison::Equal, Comparison::Different, Comparison::Unreadable, Comparison::TooOld];
 const STATES: [State; 6] = [
     State::InProgress,
     State::Completed,
@@ -61,7 +61,7 @@ fn record_case(number: &mut usize) -> Facts {
         requirement: Requirement::Required,
         no_key: None,
         seen: Seen::Record,
-        age: KeyAge::Fine,
+        age: Some(Verdict::GoOn),
         over_quota: digit(&BOTH, number),
         principal: digit(&PRINCIPALS, number),
         fingerprint: digit(&COMPARISONS, number),
@@ -78,7 +78,7 @@ fn record_case(number: &mut usize) -> Facts {
     }
 }
 
-const RECORD_CASES: usize = 2 * 3 * 5 * 6 * 4 * 2 * 2 * 3 * 3 * 2 * 3 * 2 * 2;
+const RECORD_CASES: usize = 2 * 3 * 4 * 6 * 4 * 2 * 2 * 3 * 3 * 2 * 3 * 2 * 2;
 
 /// The columns that are judged before a record, with the columns of this record.
 fn front_case(number: &mut usize, record: Facts) -> Facts {
@@ -96,7 +96,7 @@ fn front_case(number: &mut usize, record: Facts) -> Facts {
     }
 }
 
-const FRONT_CASES: usize = 3 * 5 * 7 * 4 * 2 * 3 * 5 * 3 * 2;
+const FRONT_CASES: usize = 3 * 5 * 7 * 4 * 2 * 3 * 4 * 3 * 2;
 
 /// All cases of a record, and all cases before one with fixed columns of a record.
 fn cases() -> impl Iterator<Item = Facts> {
@@ -140,8 +140,7 @@ const PROPERTIES: &[Property] = &[
         other == (decision == Decision::PrincipalMismatch)
     }),
     ("o21: what cannot be compared is never called different", |facts, decision| {
-        let unreadable = facts.principal == PrincipalMatch::Unreadable
-            || matches!(facts.fingerprint, Comparison::Newer | Comparison::UnknownKid);
+        let unreadable = facts.principal == PrincipalMatch::Unreadable || facts.fingerprint == Comparison::Unreadable;
         let judged = compared(facts) && facts.principal != PrincipalMatch::Other;
         !judged || unreadable == (decision == Decision::FingerprintUnreadable)
     }),
@@ -219,7 +218,7 @@ const PROPERTIES: &[Property] = &[
     (
         "o23: where late retries are rejected, a key without a record runs only if its time is fine",
         |facts, decision| {
-            let fine = facts.age == KeyAge::Fine || facts.after_expiry == AfterExpiry::ExecuteAsNew;
+            let fine = facts.age == Some(Verdict::GoOn) || facts.after_expiry == AfterExpiry::ExecuteAsNew;
             decision != Decision::Claim || facts.seen == Seen::Nothing && fine && !facts.over_quota
         },
     ),

@@ -1,6 +1,5 @@
-//! Pure: no I/O, no clock.
 //! How the record of a key may change its state (M31): the table has all changes. A test reads it
-//! and compares it with [`allowed`].
+//! and compares it with [`allowed`]; the cases compare what statements do with [`allowed`].
 //!
 //! | from \ to | (none) | IN_PROGRESS | COMPLETED | FAILED_REPLAYABLE | FAILED_RETRYABLE | UNKNOWN_REQUIRES_RECOVERY | EXPIRED |
 //! |---|---|---|---|---|---|---|---|
@@ -16,14 +15,13 @@
 //! time or age; only an expired record is purged. Each change but `time` is one statement. On an
 //! existing record the statement compares the epoch, and every change of owner raises the epoch.
 //!
-//! Not here: which request may cause which change (`decide`), and the stages of
-//! a phased operation (`flow`).
+//! Not here: which request may cause which change (`operation/rules/decide` of the library).
 
-use super::record::State;
+use oncebox::operation::State;
 
 /// What changes a record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Event {
+pub(super) enum Event {
     /// A request inserts the record and owns it.
     Claim,
     /// Its owner extends the lease.
@@ -57,7 +55,7 @@ pub enum Event {
 
 impl Event {
     /// Every event, in the order of declaration.
-    pub const ALL: [Self; 13] = [
+    pub(super) const ALL: [Self; 13] = [
         Self::Claim,
         Self::Heartbeat,
         Self::Finish,
@@ -75,8 +73,7 @@ impl Event {
 }
 
 /// Whether a record may change from one state to another by this event. `None` means "no record".
-#[must_use]
-pub fn allowed(from: Option<State>, event: Event, to: Option<State>) -> bool {
+pub(super) fn allowed(from: Option<State>, event: Event, to: Option<State>) -> bool {
     use State::{Completed, Expired, FailedReplayable, FailedRetryable, InProgress, UnknownRequiresRecovery};
     let outcome = matches!(to, Some(Completed | FailedReplayable | FailedRetryable));
     let unknown = to == Some(UnknownRequiresRecovery);
