@@ -186,12 +186,18 @@ impl Core {
     /// limit on stored bytes with a store that does not count them.
     pub fn protect(&self, endpoint: Endpoint) -> Result<Registered, EndpointError> {
         if self.inner.stored_quota.is_some() && self.inner.store.durability() == Durability::Guard {
-            return Err(EndpointError::StoredBytes);
+            return Err(EndpointError::new(
+                "`stored_bytes_per_tenant_max` needs a store that counts the bytes of a tenant: a guard does not",
+            ));
         }
         let registered = endpoint.register(self.inner.store.durability(), &self.inner.keyring)?;
         let mut endpoints = lock(&self.inner.endpoints);
         if !endpoints.iter().all(|there| there.goes_with(&registered)) {
-            return Err(EndpointError::Twice(registered.operation().clone()));
+            return Err(EndpointError::new(format_args!(
+                "`{}` is protected already, and otherwise: operations with one name share their keys, so each needs a \
+                 name of its own; one that is served at two places is registered once, or twice alike",
+                registered.operation()
+            )));
         }
         endpoints.push(registered.clone());
         drop(endpoints);

@@ -58,7 +58,7 @@ pub use self::{
     context::Context,
     effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo},
     ends::{First, Local, Settled},
-    engine::{PhasedEngine, PhasedEngineError},
+    engine::PhasedEngine,
     flow::{Flow, FlowBuilder, FlowError},
     identity::{Identities, ProviderKey},
     phase::{FirstPhase, LocalPhase, Phase, SettledPhase},

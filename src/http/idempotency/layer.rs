@@ -46,8 +46,7 @@ impl<S: Keys> IdempotencyLayer<S> {
     /// Protects an operation of mode `edge` or `bridged`.
     ///
     /// # Errors
-    /// As [`Engine::protect`](crate::operation::Core::protect); [`EndpointError::Door`] for any
-    /// other mode.
+    /// As [`Engine::protect`](crate::operation::Core::protect); any other mode.
     pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
         let endpoint = endpoint.served_by("the layer", &[Mode::Edge, Mode::Bridged])?;
         Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)? })

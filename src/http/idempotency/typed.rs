@@ -112,8 +112,7 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
     /// Registers a transactional operation with the engine.
     ///
     /// # Errors
-    /// As [`Engine::protect`](crate::operation::Core::protect); [`EndpointError::Door`] for any
-    /// other mode.
+    /// As [`Engine::protect`](crate::operation::Core::protect); any other mode.
     pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
         Self::registered(engine, endpoint.served_by("a typed operation", &[Mode::Transactional])?)
     }

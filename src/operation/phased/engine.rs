@@ -40,43 +40,19 @@ pub struct PhasedEngine {
     stop: CancellationToken,
 }
 
-/// Why an operation cannot be registered.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum PhasedEngineError {
-    /// The flow does not fit into the lease of the endpoint, or is registered twice.
-    #[error(transparent)]
-    Flow(#[from] FlowError),
-    /// Flow and endpoint belong to different operations.
-    #[error("flow `{flow}` is not of the operation `{operation}`: give them one name")]
-    Name {
-        /// The name of the flow.
-        flow: &'static str,
-        /// The name of the endpoint's operation.
-        operation: String,
-    },
-    /// The mode of the endpoint is not phased.
-    #[error("the operation `{operation}` is of mode {mode}: phases take mode phased")]
-    Mode {
-        /// The name of the endpoint's operation.
-        operation: String,
-        /// The mode of the endpoint's route, which is not phased.
-        mode: Mode,
-    },
-}
-
 impl PhasedEngine {
     /// The phased operations of an engine: each flow with its protected operation. `deployment` is
     /// the id of this deployment, from its configuration. If the database has another id, nothing
     /// is sent (O22).
     ///
     /// # Errors
-    /// [`PhasedEngineError`]: a flow does not fit its operation, and could not be recovered.
+    /// A flow has another name than its operation, is registered twice, or does not fit into the
+    /// lease; or the mode of the operation is not phased.
     pub fn new<'e, S: Phases + Base>(
         engine: &Engine<S>,
         deployment: Uuid,
         flows: impl IntoIterator<Item = (Flow<S>, &'e Registered)>,
-    ) -> Result<Self, PhasedEngineError> {
+    ) -> Result<Self, FlowError> {
         Self::driven(engine, deployment, DriveSettings::default(), flows)
     }
 
@@ -89,17 +65,22 @@ impl PhasedEngine {
         deployment: Uuid,
         settings: DriveSettings,
         flows: impl IntoIterator<Item = (Flow<S>, &'e Registered)>,
-    ) -> Result<Self, PhasedEngineError> {
+    ) -> Result<Self, FlowError> {
         let store = Arc::clone(engine.store()) as Arc<dyn Phases>;
         let mut phased = Phased::new(engine.core().clone(), store, deployment);
         phased.settings = settings;
         for (flow, endpoint) in flows {
-            let (flow, operation) = (flow.0, endpoint.operation().as_str());
+            let (flow, operation, mode) = (flow.0, endpoint.operation().as_str(), endpoint.route().mode);
             if flow.name != operation {
-                return Err(PhasedEngineError::Name { flow: flow.name, operation: operation.to_owned() });
+                let flow = flow.name;
+                return Err(FlowError(format!(
+                    "flow `{flow}` is not of the operation `{operation}`: give them one name"
+                )));
             }
-            if endpoint.route().mode != Mode::Phased {
-                return Err(PhasedEngineError::Mode { operation: operation.to_owned(), mode: endpoint.route().mode });
+            if mode != Mode::Phased {
+                return Err(FlowError(format!(
+                    "the operation `{operation}` is of mode {mode}: phases take mode phased"
+                )));
             }
             phased.register(flow, endpoint.clone())?;
         }

@@ -114,7 +114,7 @@ impl Phased {
         flow.fits(endpoint.route().lease)?;
         let at = (flow.name, flow.version);
         if self.members.contains_key(&at) {
-            return Err(FlowError::Registered { flow: at.0, version: at.1 });
+            return Err(FlowError(format!("flow `{}` is registered twice with version {}", at.0, at.1)));
         }
         self.members.insert(at, Arc::new(Member { flow, endpoint }));
         Ok(())
