@@ -52,8 +52,8 @@ use prost::Message;
 use tonic::{Request, Response, Status};
 
 pub use self::{
-    key::{KEY_METADATA, KeyField},
-    status::{KEY_STATE_METADATA, REPLAYED_METADATA, refusal, reply, seen},
+    key::KeyField,
+    status::{refusal, reply, seen},
 };
 
 use crate::error::HandlerError;

@@ -18,11 +18,11 @@ use crate::operation::rules::resend::Seen;
 use crate::operation::{Problem, Reply};
 
 /// Metadata of a response that repeats the response of an earlier call; its value is `true`.
-pub const REPLAYED_METADATA: &str = "idempotent-replayed";
+const REPLAYED_METADATA: &str = "idempotent-replayed";
 /// Metadata of a refusal that is replayed: the state of the key, `spent`. A refusal of the service
 /// itself has no `ErrorInfo` of the engine, and a client in doubt must still learn that this is the
 /// outcome (O26).
-pub const KEY_STATE_METADATA: &str = "idempotency-key-state";
+const KEY_STATE_METADATA: &str = "idempotency-key-state";
 /// The domain of `google.rpc.ErrorInfo` in the errors of the engine.
 const DOMAIN: &str = "oncebox";
 

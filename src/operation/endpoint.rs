@@ -288,8 +288,7 @@ impl Registered {
     }
 
     /// Makes and compares the fingerprints of the operation's commands.
-    #[must_use]
-    pub fn fingerprinter(&self) -> &Fingerprinter {
+    pub(super) fn fingerprinter(&self) -> &Fingerprinter {
         &self.0.fingerprinter
     }
 

@@ -30,8 +30,7 @@ use lettre::message::Mailbox as Address;
 use serde::{Deserialize, Serialize};
 
 pub use super::sending::delivery;
-pub use crate::email::carriage::EmailTransport;
-pub use crate::email::smtp::SmtpServer;
+pub use crate::email::{carriage::EmailTransport, smtp::SmtpServer};
 
 use super::flow::{Flow, FlowError};
 use super::identity::ProviderKey;

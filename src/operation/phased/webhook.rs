@@ -289,7 +289,7 @@ impl Provider for Webhooks {
             ("webhook-signature", signature.as_str()),
         ];
         // A receiver answers by its status. Its body may be a long page, or never end.
-        let called = self.caller.call_for_status((Method::POST, url), &headers, body.to_vec(), SAW_MAX).await;
+        let called = self.caller.send((Method::POST, url), &headers, body.to_vec(), Some(SAW_MAX)).await;
         let (sent, well) = match called {
             Ok(CallOutcome::Answered(response)) => {
                 let well = matches!(response.status, 200..=299 | 400..=499);
