@@ -33,8 +33,6 @@
 //! | [`Client::middleware`] | the same rules as a middleware of `reqwest-middleware` |
 //! | [`KeyJournal`] | keys that outlive the process |
 //! | [`Client::advertised`] | how long a server keeps its keys, as it publishes it |
-//!
-//! Not here: the server's side ([`operation`](crate::operation)).
 
 mod advertised;
 mod answer;

@@ -1,6 +1,4 @@
 //! What a server publishes about its keys at `/.well-known/idempotency`: how long it keeps them.
-//!
-//! Not here: the server's side (`http`).
 
 use std::time::Duration;
 

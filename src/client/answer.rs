@@ -2,8 +2,6 @@
 //!
 //! Guarantees: an answer counts only from the requested URL. A `Location` is followed only on the
 //! same origin. Only an `application/problem+json` body says something about the key.
-//!
-//! Not here: the next step (`operation::rules::resend`), and waiting (`sending`).
 
 use std::time::{Duration, SystemTime};
 

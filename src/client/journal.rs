@@ -15,8 +15,6 @@
 //!   only encrypted.
 //! * A key keeps its request: another method, URL or body under the same key is refused.
 //! * A file is deleted only when the application acknowledges the result.
-//!
-//! Not here: what is sent again, and when (`sending`).
 
 pub(super) mod entry;
 

@@ -3,7 +3,7 @@
 //! Promise: the key is made once, with the request. A clone is the same operation, and knows what
 //! the other clones sent.
 //!
-//! Not here: sending. Credentials may be changed between calls, like any other header.
+//! Credentials may be changed between calls, like any other header.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;

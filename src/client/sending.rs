@@ -3,8 +3,6 @@
 //! Guarantees: the journal is written before the first attempt. A pause is the longer one of the
 //! backoff and the time that the server asks for. An attempt that gets no answer ends by its own
 //! timeout, and its outcome is then unknown.
-//!
-//! Not here: the table ([`resend`](crate::operation::rules::resend)).
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};

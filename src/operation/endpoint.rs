@@ -3,9 +3,6 @@
 //!
 //! Promise: settings that cannot keep the promises together are refused at registration, before the
 //! first request (M4).
-//!
-//! Not here: the requests ([`Front`](super::Front)), and the settings that a transport adds
-//! (`http`).
 
 use std::collections::BTreeMap;
 use std::fmt;

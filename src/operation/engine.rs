@@ -5,9 +5,6 @@
 //! operations of a process share one engine through cheap clones. Work that the engine starts is
 //! tracked, so that [`Engine::drain`] can wait for it. A request that meets a full limit is refused
 //! at once; only for a connection of the store it may wait a second.
-//!
-//! Not here: the decision about each request ([`Front`](super::Front)), and the sweep
-//! ([`sweep`](super::sweep)).
 
 use std::collections::HashMap;
 use std::fmt;

@@ -23,9 +23,6 @@
 //!
 //! Cancel safety: dropped at any point, it owns nothing. Dropping [`Begin`] removes its entry from
 //! the map of runs.
-//!
-//! Not here: claim and execution, which each kind of operation does, and the form of answers
-//! (`http`, gRPC).
 
 mod answer;
 mod begin;

@@ -23,10 +23,6 @@
 //! The worker is built with the service's flows, so it runs in the service's process:
 //! `Recovery::new(&phased, ..).run(stop)` beside the server, as in `examples/payments_api`, or in a
 //! separate binary of the same crate. The stock `publisher` has no flows and recovers nothing.
-//!
-//! Not here: what an answer proves and what the next step is
-//! ([`rules::provider`](crate::operation::rules::provider)), the stages (`rules::flow`), and the
-//! rows (`store`).
 
 mod context;
 mod driver;

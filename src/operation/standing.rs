@@ -7,9 +7,6 @@
 //!
 //! What remains possible: another process that gets the key before the write succeeds executes it
 //! again, and so does this process after the time is over.
-//!
-//! Not here: which row is written, and when ([`transactional`](super::transactional),
-//! [`phased::opening`](super::phased)).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

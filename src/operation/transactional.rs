@@ -11,8 +11,6 @@
 //! * An error, a panic and a timeout roll back and leave no row. After a transient error, such as a
 //!   deadlock, the handler runs again (R27).
 //! * The answer is encoded before COMMIT: an answer that cannot be stored is not committed.
-//!
-//! Not here: the decisions ([`Front`], [`doubt`](crate::operation::rules::doubt)).
 
 use std::fmt;
 use std::marker::PhantomData;

@@ -3,8 +3,6 @@
 //! The layer suppresses concurrent duplicates and replays outcomes. If the process dies between the
 //! effect of the handler and the outcome, the key becomes UNKNOWN, unless the handler ends with
 //! [`IdempotencyGuard::commit`](super::IdempotencyGuard::commit).
-//!
-//! Not here: the decisions, and how the end of a run is judged ([`Engine::execute_edge`]).
 
 use std::convert::Infallible;
 use std::fmt;

@@ -1,8 +1,5 @@
 //! Reads the outcome of a run from the response of its handler: the tag, and the part that can be
 //! stored.
-//!
-//! Not here: how the outcome is judged
-//! ([`Engine::execute_edge`](crate::operation::Engine::execute_edge)).
 
 use std::time::Duration;
 

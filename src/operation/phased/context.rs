@@ -1,7 +1,4 @@
 //! The operation that a phase belongs to: its id, its tenant, and the identities derived from it.
-//!
-//! Not here: the derivation ([`identity`](super::identity)), and the transaction of the phase
-//! ([`phase`](super::phase)).
 
 use uuid::Uuid;
 

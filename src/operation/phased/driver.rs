@@ -17,9 +17,6 @@
 //!
 //! Its folder has the calls ([`call`]), what follows a phase that did not advance its operation
 //! ([`rerun`]), and the release of an operation ([`leaving`]).
-//!
-//! Not here: the first phase ([`opening`](super::opening)), and the choice of the next step
-//! ([`provider`](crate::operation::rules::provider)).
 
 mod call;
 mod leaving;

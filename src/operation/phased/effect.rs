@@ -3,9 +3,6 @@
 //!
 //! The types enforce two rules: every effect has a strategy; and a phase can end as failed only
 //! with a [`Proven`], which only the driver makes, from evidence that settled an effect.
-//!
-//! Not here: what settles an effect
-//! ([`rules::provider`](crate::operation::rules::provider)).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

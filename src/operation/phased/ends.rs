@@ -61,9 +61,6 @@
 //!     }
 //! }
 //! ```
-//!
-//! Not here: the stages ([`flow`](crate::operation::rules::flow)), and which end leads to which
-//! ([`driver`](super::driver), for the first phase [`opening`](super::opening)).
 
 use super::effect::{Compensation, Intent, Proven};
 use super::point::{LocalPoint, SettledPoint};

@@ -6,8 +6,6 @@
 //!
 //! Promises: the driver needs no waiting request: it continues when the client disconnects or the
 //! budget ends. The answer of the first request is the stored answer.
-//!
-//! Not here: the phases after the first ([`driver`](super::driver)).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

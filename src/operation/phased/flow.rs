@@ -3,8 +3,6 @@
 //! `build` checks that every point and effect has one name, that something can be repeated within
 //! each window (O6), and that an effect to be undone exists. Registration checks that calls fit
 //! into the lease (O5). An operation that could not be recovered is never started.
-//!
-//! Not here: the execution ([`driver`](super::driver)).
 
 use std::any::Any;
 use std::collections::BTreeMap;

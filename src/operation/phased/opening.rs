@@ -4,9 +4,6 @@
 //! Promises: a first phase that refuses or fails leaves nothing, or only the refusal if it is
 //! binding. A handler that ended the transaction itself is detected, and the operation is parked
 //! for an operator (O1).
-//!
-//! Not here: the answer to the request ([`engine`](super::engine)), and the later phases
-//! ([`driver`](super::driver)).
 
 use std::sync::Arc;
 use std::time::Duration;

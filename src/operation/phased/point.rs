@@ -1,7 +1,5 @@
 //! Recovery points: the names at which an operation continues after a commit. There are two kinds,
 //! because a phase before the first intent may end in ways that a later one may not.
-//!
-//! Not here: how a phase may end ([`ends`](super::ends)).
 
 /// A recovery point before the first intent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,9 +8,6 @@
 //! Redirects and retries of a client library are off. It returns [`Answer::NotConnected`] only if
 //! not one byte of the request can have left. It lists a code as a verdict only if the provider
 //! documents that every later send gets the same code.
-//!
-//! Not here: an adapter over HTTP ([`http`](super::http)), and when an adapter is called
-//! ([`driver`](super::driver)).
 
 use std::fmt;
 use std::time::Duration;

@@ -14,8 +14,6 @@
 //!
 //! It runs in the service's process, or in one that is built with the same flows; the stock
 //! `publisher` has none.
-//!
-//! Not here: how an operation is driven ([`driver`](super::driver)).
 
 use std::collections::HashMap;
 use std::convert::Infallible;

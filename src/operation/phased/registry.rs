@@ -4,8 +4,6 @@
 //! Promises: a flow is registered once by name and version; a worker drives only registered flows.
 //! Nothing is sent if the deployment in the database is not the configured one, because a clone of
 //! a database must not charge anybody.
-//!
-//! Not here: requests ([`engine`](super::engine)), and the worker ([`recovery`](super::recovery)).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -1,8 +1,5 @@
 //! An operation with one effect that is sent to others: its intent is committed, the effect is
 //! sent, and its result is the answer.
-//!
-//! Not here: what is sent and how, which the provider decides ([`webhook`](super::webhook),
-//! [`email`](super::email)).
 
 use std::collections::BTreeSet;
 

@@ -1,7 +1,5 @@
 //! Starts the driver of an operation that was taken over: reads what the driver needs, or records
 //! why the operation cannot be driven here.
-//!
-//! Not here: taking the operation over ([`engine`](super::engine), [`recovery`](super::recovery)).
 
 use std::sync::Arc;
 use std::time::Duration;

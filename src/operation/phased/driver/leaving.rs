@@ -7,8 +7,6 @@
 //!   evidence. A driver that stores proof later unparks it (O8).
 //! * An operation that a request took over before it was due keeps its due time, so clients that
 //!   ask often change nothing.
-//!
-//! Not here: why the operation is released ([`driver`](super)).
 
 use std::time::Duration;
 
