@@ -151,7 +151,7 @@ async fn claim_and_drive<S, T, R, W>(
     // A bridged handler holds a connection, as a transactional one does, so it needs a place.
     // Whether another handler holds one is not known.
     let place = match front.endpoint().route().mode {
-        Mode::Bridged => match front.engine().admission().place(front.endpoint().operation()).await {
+        Mode::Bridged => match front.engine().inner.admission.place(front.endpoint().operation()).await {
             Some(place) => Some(place),
             None => return drop(tell.send(Step::Answer(EdgeAnswer::Answered(front.no_room())))),
         },

@@ -37,7 +37,7 @@ type Home = Arc<dyn Fn(&Scope) -> Option<String> + Send + Sync>;
 
 /// The operation engine on one store. Cheap to clone.
 pub struct Engine<S: Keys> {
-    core: Core,
+    pub(super) core: Core,
     store: Arc<S>,
 }
 
@@ -45,19 +45,20 @@ pub struct Engine<S: Keys> {
 /// operations that do not use the application's transaction. Cheap to clone.
 #[derive(Clone)]
 pub struct Core {
-    inner: Arc<Inner>,
+    pub(super) inner: Arc<Inner>,
 }
 
-struct Inner {
+pub(super) struct Inner {
     store: Arc<dyn Keys>,
-    keyring: Keyring,
-    sealer: Sealer,
-    running: Running,
+    pub(super) keyring: Keyring,
+    /// The cipher of stored bytes. It also seals the commands of phased operations.
+    pub(super) sealer: Sealer,
+    pub(super) running: Running,
     reach: Reach,
-    admission: Admission,
+    pub(super) admission: Admission,
     usual: Mutex<HashMap<OperationName, Duration>>,
     body_memory: BodyMemory,
-    open_per_tenant_max: Option<u32>,
+    pub(super) open_per_tenant_max: Option<u32>,
     stored_quota: Option<StoredQuota>,
     region: Option<(String, Home)>,
     live: Live,
@@ -158,10 +159,6 @@ impl<S: Keys> Engine<S> {
     pub fn store(&self) -> &Arc<S> {
         &self.store
     }
-
-    pub(super) fn core(&self) -> &Core {
-        &self.core
-    }
 }
 
 impl<S: Keys> Deref for Engine<S> {
@@ -213,11 +210,6 @@ impl Core {
 
     pub(super) fn store(&self) -> &dyn Keys {
         self.inner.store.as_ref()
-    }
-
-    /// The cipher of stored bytes. It also seals the commands of phased operations.
-    pub(crate) fn sealer(&self) -> &Sealer {
-        &self.inner.sealer
     }
 
     /// Returns a permit for the request body of a tenant; it holds no bytes yet. Call
@@ -304,10 +296,6 @@ impl Core {
         &self.inner.reach
     }
 
-    pub(super) fn admission(&self) -> &Admission {
-        &self.inner.admission
-    }
-
     /// Waits for a task that needs the store. Returns `None` when the store is away for so long
     /// that waiting is useless (see [`Reach::lost`]). The task continues in both cases.
     pub(super) async fn attended<T>(&self, mut task: JoinHandle<T>) -> Option<Result<T, JoinError>> {
@@ -326,18 +314,6 @@ impl Core {
 
     pub(super) fn is_draining(&self) -> bool {
         self.inner.tasks.is_closed()
-    }
-
-    pub(super) fn running(&self) -> &Running {
-        &self.inner.running
-    }
-
-    pub(super) fn keyring(&self) -> &Keyring {
-        &self.inner.keyring
-    }
-
-    pub(super) fn open_per_tenant_max(&self) -> Option<u32> {
-        self.inner.open_per_tenant_max
     }
 
     /// Whether as many operations of this tenant run in this process as are allowed. Only the entry

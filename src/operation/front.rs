@@ -222,7 +222,7 @@ impl Front {
         let probable =
             self.stage == Stage::Fresh && self.endpoint.last_was_new() && !judges_age && !self.engine.has_quota();
         let looks = probable && self.decide(KeyFound::NotAsked) == Decision::Look;
-        if !looks || self.engine.running().get(&digest).is_some() {
+        if !looks || self.engine.inner.running.get(&digest).is_some() {
             return None;
         }
         let claim = self.claim(&Ground::New)?;
@@ -303,7 +303,7 @@ impl Front {
         if self.rounds > ROUNDS_MAX {
             return (Decision::InProgress(WhileRunning::Conflict), Seen::Nobody);
         }
-        let run = self.engine.running().get(&identity.digest());
+        let run = self.engine.inner.running.get(&identity.digest());
         if let Some(run) = &run {
             run.known().await;
         }
@@ -504,7 +504,7 @@ impl Front {
         }
         // A claim that is taken over counts already.
         let starts = !matches!(ground, Ground::TakeOver(_));
-        let entry = match self.enter(&claim, false, self.engine.open_per_tenant_max().filter(|_| starts)) {
+        let entry = match self.enter(&claim, false, self.engine.inner.open_per_tenant_max.filter(|_| starts)) {
             Ok(entry) => entry,
             // Another request of this process was faster. The next turn finds it in the map.
             Err(NotEntered::Runs) => return None,
@@ -516,12 +516,12 @@ impl Front {
 
     fn enter(&self, claim: &KeyClaim, tries: bool, at_most: Option<u32>) -> Result<Arc<Entry>, NotEntered> {
         let (principal, fingerprint) = (claim.principal.clone(), claim.fingerprint.clone());
-        self.engine.running().enter(&claim.identity, principal, fingerprint, tries, at_most).map(Arc::new)
+        self.engine.inner.running.enter(&claim.identity, principal, fingerprint, tries, at_most).map(Arc::new)
     }
 
     fn claim(&self, ground: &Ground) -> Option<KeyClaim> {
         let (Some(identity), Some(scope)) = (self.identity.clone(), &self.asking.scope) else { return None };
-        let principal = scope.mark(self.engine.keyring());
+        let principal = scope.mark(&self.engine.inner.keyring);
         let fingerprint = self.endpoint.fingerprinter().write(&*self.asking.command);
         let operation_id = match ground {
             Ground::New | Ground::Anew(_) => Uuid::now_v7(),
@@ -569,7 +569,7 @@ impl Front {
         if self.waiting.is_none()
             && let Some(identity) = &self.identity
         {
-            self.waiting = self.engine.running().wait(identity.digest(), route.waiters_max);
+            self.waiting = self.engine.inner.running.wait(identity.digest(), route.waiters_max);
         }
         self.waiting.is_some() && Instant::now() < until
     }

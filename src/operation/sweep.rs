@@ -104,7 +104,7 @@ async fn end(engine: &Core, endpoint: &Registered, limit: u32, asks: &mut Vec<Re
     let stale = engine.store().stale(endpoint.operation(), limit).await?;
     let room = limit.saturating_sub(u32::try_from(stale.len()).unwrap_or(limit));
     // After an outage the next heartbeat of a run may come later than this sweep.
-    let runs_here = |record: &Record| engine.running().get(&record.identity.digest()).is_some();
+    let runs_here = |record: &Record| engine.inner.running.get(&record.identity.digest()).is_some();
     for record in stale {
         if runs_here(&record) {
             continue;

@@ -234,7 +234,7 @@ impl Execution {
     /// `unseen`: the key is probably new, and its record was not read.
     async fn run(mut self, mut begin: Box<Begin>, unseen: bool) -> Answered {
         let engine = self.front.engine().clone();
-        let mut place = engine.admission().at_once(self.front.endpoint().operation());
+        let mut place = engine.inner.admission.at_once(self.front.endpoint().operation());
         let mut claimed = None;
         if unseen {
             // Without a place, the record is read instead: a stored answer needs no place.
@@ -255,7 +255,7 @@ impl Execution {
         loop {
             let held = match place.take() {
                 Some(place) => place,
-                None => match engine.admission().place(self.front.endpoint().operation()).await {
+                None => match engine.inner.admission.place(self.front.endpoint().operation()).await {
                     Some(place) => place,
                     None => return self.front.no_room(),
                 },

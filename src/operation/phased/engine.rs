@@ -65,7 +65,7 @@ impl PhasedEngine {
         flows: impl IntoIterator<Item = (Flow<S>, &'e Registered)>,
     ) -> Result<Self, FlowError> {
         let store = Arc::clone(engine.store()) as Arc<dyn Phases>;
-        let mut phased = Phased::new(engine.core().clone(), store, deployment);
+        let mut phased = Phased::new(engine.core.clone(), store, deployment);
         phased.settings = settings;
         for (flow, endpoint) in flows {
             let (flow, operation, mode) = (flow.0, endpoint.operation().as_str(), endpoint.route().mode);
@@ -188,7 +188,7 @@ impl PhasedEngine {
                         patience: front.patience(),
                         permit: Arc::clone(&permit),
                     };
-                    let Some(place) = engine.admission().place(endpoint.operation()).await else {
+                    let Some(place) = engine.inner.admission.place(endpoint.operation()).await else {
                         return front.no_room();
                     };
                     // The task holds the place, because it goes on if this request is dropped.

@@ -104,7 +104,7 @@ impl Member {
 
 impl Phased {
     pub(super) fn new(engine: Core, store: Arc<dyn Phases>, deployment: Uuid) -> Self {
-        let (vault, settings) = (Vault(engine.sealer().clone()), DriveSettings::default());
+        let (vault, settings) = (Vault(engine.inner.sealer.clone()), DriveSettings::default());
         Self { engine, store, vault, settings, deployment, wake: Notify::new(), members: BTreeMap::new() }
     }
 
