@@ -47,7 +47,8 @@ use crate::operation::port::{Fenced, KeptBody, KeyClaim};
 use crate::operation::rules::decide::{KeyFound, Lost, NoKey, Request, TakeOver};
 use crate::operation::rules::route::{AfterExpiry, Requirement, WhileRunning};
 use crate::operation::rules::{
-    Canonical, Code, Decision, FingerprintWriter, Identity, Key, KeyError, KeyFormat, Mode, Record, Scope, decide,
+    Canonical, Code, Decision, FingerprintWriter, Identity, Key, KeyError, KeyFormat, Mode, Record, Route, Scope,
+    decide,
 };
 use crate::time::db_time::DbTime;
 
@@ -67,6 +68,18 @@ pub enum KeyGiven {
     Malformed(KeyError),
     /// The request was sent with this key.
     Given(Key),
+}
+
+impl KeyGiven {
+    /// The key under which an operation that claims every request takes this one: where the client
+    /// sent none and the route requires none, the server makes one (M17).
+    pub(super) fn or_own(self, route: &Route) -> Self {
+        if self != Self::Missing || route.requirement != Requirement::Optional {
+            return self;
+        }
+        let key = Key::parse(Uuid::now_v7().to_string().as_bytes(), KeyFormat::Opaque);
+        key.map_or_else(Self::Malformed, Self::Given)
+    }
 }
 
 /// A request as the engine sees it.
@@ -211,6 +224,17 @@ impl Front {
         }
     }
 
+    /// As [`Self::turn`], for an operation that claims every request and needs no recovery: a claim
+    /// to make, or the answer.
+    pub(super) async fn claim_or_answer(&mut self) -> Result<Box<Begin>, Box<Answered>> {
+        Err(Box::new(match self.turn().await {
+            Turn::Begin(begin) => return Ok(begin),
+            Turn::Unkeyed => self.no_use_of_keys(),
+            Turn::Recover(record) => self.pending(record.operation_id),
+            Turn::Answer(answered) => answered,
+        }))
+    }
+
     /// Returns a claim to insert without a read before it, when this is probably a first request
     /// because the last request of this operation was one. Returns `None` (the caller uses
     /// [`Self::turn`]) if the key already runs in this process, if the route judges the age of keys
@@ -258,17 +282,6 @@ impl Front {
     /// caller has made its claim and takes no more turns, but may hold this front for long.
     pub(super) fn forget_command(&mut self) {
         self.asking.command = Arc::new(NoCommand);
-    }
-
-    /// The same request under a key that the server makes: for an operation that must claim when
-    /// the client sent no key (M17). `None` where the route uses no key, whoever made it.
-    pub(crate) fn under_own_key(&self) -> Option<Self> {
-        if self.endpoint.route().requirement == Requirement::Off {
-            return None;
-        }
-        let key = Key::parse(Uuid::now_v7().to_string().as_bytes(), KeyFormat::Opaque).ok()?;
-        let asking = Asking { key: KeyGiven::Given(key), ..self.asking.clone() };
-        Some(self.engine.front(&self.endpoint, asking))
     }
 
     /// Reads the record again in the next turn: after a recovery, or when the answer of a commit

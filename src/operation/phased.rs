@@ -1,11 +1,10 @@
 //! Phased operations: phases in transactions of their own, with calls of providers between them (O5
 //! to O9, O13, O22; M52, M53, M78 to M83).
 //!
-//! An author writes phases, and an adapter for each provider. A phase is a transaction that ends at
-//! a recovery point or with the intent to call a provider. The engine commits the bytes that it
-//! will send, sends them, stores every answer as evidence, decides from the evidence, and runs the
-//! next phase. After a crash at any point, a worker or the repeated request continues the operation
-//! from its last commit.
+//! A phase is a transaction that ends at a recovery point or with the intent to call a provider.
+//! The engine commits the bytes that it will send, sends them, stores every answer as evidence,
+//! decides from the evidence, and runs the next phase. After a crash at any point, a worker or the
+//! repeated request continues the operation from its last commit.
 //!
 //! | file | holds |
 //! |---|---|
@@ -20,9 +19,8 @@
 //! | `evidence`, `vault` | how observations are stored |
 //! | `registry`, `recovery` | the registered flows, and the worker |
 //!
-//! The worker is built with the service's flows, so it runs in the service's process:
-//! `Recovery::new(&phased, ..).run(stop)` beside the server, as in `examples/payments_api`, or in a
-//! separate binary of the same crate. The stock `publisher` has no flows and recovers nothing.
+//! The worker is built with the service's flows, so it runs in the service's process, as in
+//! `examples/payments_api`, or in a binary of the same crate.
 
 mod context;
 mod driver;

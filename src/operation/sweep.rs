@@ -48,15 +48,10 @@ const STARTS_FOR: Duration = Duration::from_secs(10);
 const PAUSE_MAX: Duration = Duration::from_secs(3_600);
 
 impl Core {
-    /// Deletes expired data: bodies, then the records of every protected operation, at most about
-    /// `limit` of each, in bounded statements (M101). Returns how many bodies and records. Call it
-    /// regularly, in as many processes as you like.
-    ///
-    /// It also ends abandoned claims, at most `limit` of each operation, so that a process that
-    /// died leaves no operation in progress if its clients do not return. After the end of its
-    /// lease a claim of mode `edge` is reconciled if its route can, and otherwise becomes UNKNOWN
-    /// (O11); one of mode `bridged` is deleted (O2). A record that stays UNKNOWN is reconciled
-    /// again if its route can. The pauses double, from a lease up to an hour. No handler is called.
+    /// Deletes expired bodies, then the expired records of every protected operation, at most about
+    /// `limit` of each (M101). Returns how many. Call it regularly, in as many processes as you
+    /// like. It also ends claims whose process died and whose client does not return, and asks
+    /// again for outcomes that are unknown, where the route can (O11). No handler is called.
     ///
     /// # Errors
     /// The error of the store; what was deleted or ended before it stays so.

@@ -26,7 +26,7 @@ use uuid::Uuid;
 use super::codec::{Kept, error_code};
 use super::endpoint::Registered;
 use super::engine::Engine;
-use super::front::{Asking, Begin, Front, KeyGiven, Turn};
+use super::front::{Asking, Begin, Front, KeyGiven};
 use super::reply::{Answered, Reply};
 use super::standing::mark_unknown_later;
 use crate::error::{HandlerError, StoreError};
@@ -82,11 +82,10 @@ impl<'t, S: Base> EffectTx<'t, S> {
         crate::outbox::enqueue::enqueue(self.connection, message).await
     }
 
-    /// Enqueues a message in the same transaction, but only when the outcome is written: on
-    /// PostgreSQL in the same statement, which saves the round trip of [`Self::enqueue`]. These
-    /// messages come after all that `enqueue` and the connection wrote, in the order of the calls.
-    /// They are committed with every outcome that commits the effects. A rejection, which takes the
-    /// effects back, drops them; a savepoint to which the handler itself rolls back does not.
+    /// Enqueues a message in the same transaction, when the outcome is written: on PostgreSQL in
+    /// the same statement, which saves a round trip. These messages come after all that was written
+    /// before, in the order of the calls. A rejection drops them, as it takes all effects back; a
+    /// savepoint to which the handler itself rolls back does not.
     ///
     /// # Errors
     /// [`StoreError::Limit`] if a trace header is malformed or given twice. Other errors in the
@@ -129,11 +128,10 @@ enum Tried {
 impl<S: Operations + Base> Engine<S> {
     /// Runs a transactional operation once per key, and answers repeated requests (M1).
     ///
-    /// `handler` is called with the command and the transaction. After a deadlock it is called
-    /// again; nothing of the first call remains. [`Outcome::Completed`] commits. A binding
-    /// [`Outcome::Rejected`] takes the effects back and stores the refusal. [`Outcome::Unknown`]
-    /// commits and needs an operator. Every other outcome rolls everything back and frees the key.
-    /// An error rolls back and answers 500 `OPERATION_FAILED`.
+    /// After a deadlock the handler is called again; nothing of the first call remains.
+    /// [`Outcome::Completed`] commits. A binding [`Outcome::Rejected`] takes the effects back and
+    /// stores the refusal. [`Outcome::Unknown`] commits and needs an operator. Every other outcome
+    /// rolls everything back and frees the key; so does an error, which answers 500.
     ///
     /// # Cancel safety
     /// Dropped, the operation continues in its own task, and a retry with the same key finds its
@@ -154,22 +152,16 @@ impl<S: Operations + Base> Engine<S> {
             + 'static,
     {
         let command = Arc::new(command);
+        let key = key.or_own(endpoint.route());
         let asking = Asking { scope, key, command: Arc::clone(&command) as Arc<dyn Canonical + Send + Sync> };
         let mut front = self.front(endpoint, asking);
         // A request that executes nothing needs no task.
-        let (begin, unseen) = loop {
-            if let Some(begin) = self.store().claims_unseen().then(|| front.claim_unseen()).flatten() {
-                break (begin, true);
-            }
-            match front.turn().await {
-                Turn::Begin(begin) => break (begin, false),
-                Turn::Unkeyed => match front.under_own_key() {
-                    Some(keyed) => front = keyed,
-                    None => return front.no_use_of_keys(),
-                },
-                Turn::Recover(record) => return front.pending(record.operation_id),
-                Turn::Answer(answered) => return answered,
-            }
+        let (begin, unseen) = match self.store().claims_unseen().then(|| front.claim_unseen()).flatten() {
+            Some(begin) => (begin, true),
+            None => match front.claim_or_answer().await {
+                Ok(begin) => (begin, false),
+                Err(answered) => return *answered,
+            },
         };
         let handler = Box::new(Typed { command, handler, of: PhantomData });
         let execution = Execution { store: Arc::clone(self.store()) as Arc<dyn Operations>, front, handler };
@@ -246,7 +238,7 @@ impl Execution {
             }
             if claimed.is_none() {
                 drop((begin, place.take()));
-                begin = match self.turn().await {
+                begin = match self.front.claim_or_answer().await {
                     Ok(begin) => begin,
                     Err(answered) => return *answered,
                 };
@@ -272,20 +264,11 @@ impl Execution {
             }
             // A request that waits for another run must hold no place.
             drop(held);
-            begin = match self.turn().await {
+            begin = match self.front.claim_or_answer().await {
                 Ok(begin) => begin,
                 Err(answered) => return *answered,
             };
         }
-    }
-
-    async fn turn(&mut self) -> Result<Box<Begin>, Box<Answered>> {
-        Err(Box::new(match self.front.turn().await {
-            Turn::Begin(begin) => return Ok(begin),
-            Turn::Unkeyed => self.front.problem(Code::StoreUnavailable),
-            Turn::Recover(record) => self.front.pending(record.operation_id),
-            Turn::Answer(answered) => answered,
-        }))
     }
 
     /// Makes a claim without a read. Returns `None` if the claim does not execute: drop `begin` and

@@ -151,6 +151,7 @@ impl Driver {
         (member, context, command, fingerprint): Ready,
         hold: Hold,
         came: Came,
+        fresh: Option<&'static str>,
         stop: CancellationToken,
     ) -> Self {
         Self {
@@ -163,7 +164,7 @@ impl Driver {
             hold,
             fingerprint,
             stop,
-            fresh: None,
+            fresh,
             came,
             reached: false,
             vain: 0,
@@ -173,13 +174,6 @@ impl Driver {
             asked: false,
             reply: None,
         }
-    }
-
-    /// Sends this effect first. Its intent was committed with the first phase, and so was the
-    /// beginning of its first send.
-    pub(super) fn intending(mut self, effect: Option<&'static str>) -> Self {
-        self.fresh = effect;
-        self
     }
 
     /// Drives until the operation ends, waits or is lost. An error of the database ends the drive:

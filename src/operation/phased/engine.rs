@@ -145,6 +145,7 @@ impl PhasedEngine {
         let engine = &self.phased.engine;
         let permit = Arc::new(permit);
         let command = Arc::new(command);
+        let key = key.or_own(endpoint.route());
         let asking = Asking { scope, key, command: Arc::clone(&command) as Arc<dyn Canonical + Send + Sync> };
         let mut front = engine.front(endpoint, asking);
         let Some(member) = self.phased.newest(endpoint.operation().as_str()) else {
@@ -163,10 +164,7 @@ impl PhasedEngine {
         loop {
             match front.turn().await {
                 Turn::Answer(answered) => return answered,
-                Turn::Unkeyed => match front.under_own_key() {
-                    Some(keyed) => front = keyed,
-                    None => return front.no_use_of_keys(),
-                },
+                Turn::Unkeyed => return front.no_use_of_keys(),
                 Turn::Recover(record) => match engine.reach().within(self.recover(&record, until)).await {
                     Ok(Recovered::Look) => front.look_again(),
                     Ok(Recovered::Pending) => return front.pending(record.operation_id),

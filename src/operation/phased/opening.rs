@@ -102,7 +102,7 @@ impl Opening {
         let hold = Hold::new(Arc::clone(&phased.store), driven.clone(), self.member.lease(), asked);
         let fingerprint = begin.claim.fingerprint.clone();
         let ready = (self.member, context, self.command, fingerprint);
-        let driver = Driver::new(self.phased, ready, hold, Came::First, self.stop).intending(fresh);
+        let driver = Driver::new(self.phased, ready, hold, Came::First, fresh, self.stop);
         // From here on duplicates read the record of the operation.
         drop(begin);
         let permit = self.permit;

@@ -25,27 +25,21 @@ use crate::operation::{Core, Registered};
 /// Settings of the drivers of operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DriveSettings {
-    /// After how many attempts in vain an operation is parked (O9). Default 100, which takes more
-    /// than an hour with the other defaults.
+    /// After how many attempts in vain an operation is parked (O9). Default 100: more than an hour.
     pub attempts_max: u32,
     /// After how many calls that prove nothing a drive releases its operation. Default 3.
     pub calls_per_drive: u32,
-    /// The longest pause that a provider may ask for while the driver waits. For a longer pause the
-    /// driver releases the operation. Default 2.5 s.
+    /// The longest pause of a provider for which a driver keeps its operation. Default 2.5 s.
     pub wait_max: Duration,
-    /// The pause until an operation is due again after the first attempt in vain. It doubles each
-    /// time, with jitter. Default 1 s.
+    /// The pause after the first attempt in vain; it doubles each time. Default 1 s.
     pub backoff_first: Duration,
     /// The longest pause until an operation is due again. Default 1 min.
     pub backoff_max: Duration,
     /// How long to retry storing proof that the database refuses, before the operation is parked
-    /// with that proof as the reason. A database that is away does not count: the driver waits for
-    /// it until a stop. Default 20 s.
+    /// with that proof as the reason. Default 20 s.
     pub refused_max: Duration,
-    /// How long a driver whose worker or service was stopped tries to store each thing that it
-    /// still has to say (what a provider said, where it leaves the operation), while the database
-    /// is away. What is not stored then is lost: the send counts as one that may have arrived.
-    /// Default 10 s.
+    /// How long a stopped driver tries to store each thing that it still has to say, while the
+    /// database is away. Then the send counts as one that may have arrived. Default 10 s.
     pub shutdown_grace: Duration,
 }
 

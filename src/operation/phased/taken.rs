@@ -31,7 +31,7 @@ pub(super) async fn taken(
     match prepared(&phased, &stored).await {
         Ok(Some(ready)) => {
             let hold = Hold::new(Arc::clone(store), driven, lease, asked);
-            Driver::new(phased, ready, hold, came, stop).drive().await
+            Driver::new(phased, ready, hold, came, None, stop).drive().await
         }
         Ok(None) => {
             let reason = "record-gone";
