@@ -26,13 +26,6 @@
 //! * Redirects are not followed: a 302 would turn a POST into a GET, and a 307 would carry key and
 //!   body to another origin.
 //! * No attempt begins that might arrive after the server has forgotten the key.
-//!
-//! | module | for |
-//! |---|---|
-//! | [`Client`], [`Request`], [`Answer`] | sending |
-//! | [`Client::middleware`] | the same rules as a middleware of `reqwest-middleware` |
-//! | [`KeyJournal`] | keys that outlive the process |
-//! | [`Client::advertised`] | how long a server keeps its keys, as it publishes it |
 
 mod advertised;
 mod answer;

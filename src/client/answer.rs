@@ -30,22 +30,6 @@ pub struct Answer {
     pub body: Vec<u8>,
 }
 
-impl Answer {
-    /// Whether the operation succeeded.
-    #[must_use]
-    pub fn is_success(&self) -> bool {
-        (200..300).contains(&self.status)
-    }
-
-    /// The body as JSON.
-    ///
-    /// # Errors
-    /// The body is not JSON, or has another form.
-    pub fn json<'a, T: Deserialize<'a>>(&'a self) -> Result<T, serde_json::Error> {
-        serde_json::from_slice(&self.body)
-    }
-}
-
 impl std::fmt::Debug for Answer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Answer({}, {:?}, {} headers, {} bytes)", self.status, self.key, self.headers.len(), self.body.len())

@@ -1,21 +1,8 @@
 //! The front of every operation: what happens with a request before and after it executes (O15).
 //!
-//! An operation makes a [`Front`] for a request whose body is read and validated, and takes turns:
-//!
-//! ```text
-//! loop {
-//!     match front.turn().await {
-//!         Turn::Answer(answered) => return answered,
-//!         Turn::Unkeyed          => run without protection,
-//!         Turn::Recover(record)  => recover the operation, then go on (or answer front.pending(id)),
-//!         Turn::Begin(begin)     => match store.begin..(&begin.claim, begin.basis(), front.patience()).await {
-//!             claimed            => { front.note(Noted::Acquired); run; finish; return front.first(begin.entry.ran(), reply) }
-//!             refused            => front.refused(begin),   // and go on
-//!             Err(error)         => return front.store_failed("claim", &error),
-//!         },
-//!     }
-//! }
-//! ```
+//! An operation makes a [`Front`] for a request whose body is read and validated, and takes turns
+//! until it has an answer. A turn that says [`Turn::Begin`] asks it to make a claim in the store:
+//! if that is refused, it tells [`Front::refused`], and takes the next turn.
 //!
 //! Promises: [`decide`] alone decides, and nothing executes without its decision. A front holds no
 //! connection between two reads, so waiting duplicates do not starve others. Every loop has a
