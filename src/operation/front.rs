@@ -122,8 +122,8 @@ enum Seen {
 
 /// Takes the turns of one request.
 pub(crate) struct Front {
-    engine: Core,
-    endpoint: Registered,
+    pub(super) engine: Core,
+    pub(super) endpoint: Registered,
     asking: Asking,
     identity: Option<Identity>,
     home: Option<String>,
@@ -167,14 +167,6 @@ impl Core {
 }
 
 impl Front {
-    pub(crate) fn engine(&self) -> &Core {
-        &self.engine
-    }
-
-    pub(crate) fn endpoint(&self) -> &Registered {
-        &self.endpoint
-    }
-
     /// How long a claim may wait for its turn in a store with one writer at a time (O18): the
     /// `patience` of the store's calls.
     pub(crate) fn patience(&self) -> Duration {

@@ -225,8 +225,8 @@ struct Execution {
 impl Execution {
     /// `unseen`: the key is probably new, and its record was not read.
     async fn run(mut self, mut begin: Box<Begin>, unseen: bool) -> Answered {
-        let engine = self.front.engine().clone();
-        let mut place = engine.inner.admission.at_once(self.front.endpoint().operation());
+        let engine = self.front.engine.clone();
+        let mut place = engine.inner.admission.at_once(self.front.endpoint.operation());
         let mut claimed = None;
         if unseen {
             // Without a place, the record is read instead: a stored answer needs no place.
@@ -247,7 +247,7 @@ impl Execution {
         loop {
             let held = match place.take() {
                 Some(place) => place,
-                None => match engine.inner.admission.place(self.front.endpoint().operation()).await {
+                None => match engine.inner.admission.place(self.front.endpoint.operation()).await {
                     Some(place) => place,
                     None => return self.front.no_room(),
                 },
@@ -274,7 +274,7 @@ impl Execution {
     /// Makes a claim without a read. Returns `None` if the claim does not execute: drop `begin` and
     /// take a turn, which reads the record.
     async fn claim_unseen(&mut self, begin: &Begin) -> Result<Option<Box<dyn OperationTx>>, StoreError> {
-        let engine = self.front.engine();
+        let engine = &self.front.engine;
         let tx = match engine.reach().within(self.store.begin_unseen(&begin.claim)).await {
             Ok(Some(tx)) => tx,
             Ok(None) | Err(StoreError::Busy(_)) => return Ok(None),
@@ -292,7 +292,7 @@ impl Execution {
     /// Repeats the attempt while the database returns transient errors (R27), up to [`TRIES_MAX`]
     /// times and within the route's timeout.
     async fn tries(&self, begin: &Begin, mut claimed: Option<Box<dyn OperationTx>>) -> Tried {
-        let until = Instant::now() + self.front.endpoint().route().timeout;
+        let until = Instant::now() + self.front.endpoint.route().timeout;
         let mut tried = 0;
         loop {
             let end = self.try_once(begin, claimed.take()).await;
@@ -310,11 +310,11 @@ impl Execution {
     /// Makes one attempt. `claimed`: the transaction that already holds the claim.
     async fn try_once(&self, begin: &Begin, claimed: Option<Box<dyn OperationTx>>) -> Tried {
         let front = &self.front;
-        let route = front.endpoint().route();
+        let route = front.endpoint.route();
         let mut tx = match claimed {
             Some(tx) => tx,
             None => {
-                let (reach, store) = (front.engine().reach(), &self.store);
+                let (reach, store) = (front.engine.reach(), &self.store);
                 match reach.within(store.begin_operation(&begin.claim, begin.basis(), front.patience())).await {
                     Ok(Begun::Claimed(tx)) => tx,
                     Ok(Begun::Existing(_) | Begun::Locked) => return Tried::Refused,
@@ -342,7 +342,7 @@ impl Execution {
                 Tried::Again("execute", StoreError::Busy(sqlx::Error::Protocol(failed.message().to_owned())))
             }
             None => {
-                tracing::warn!(operation = %front.endpoint().operation(), key = front.short_key(), error = %failed, "the operation failed and was rolled back");
+                tracing::warn!(operation = %front.endpoint.operation(), key = front.short_key(), error = %failed, "the operation failed and was rolled back");
                 Tried::Answer(front.problem(Code::OperationFailed))
             }
         }
@@ -356,14 +356,14 @@ impl Execution {
         mut sent: Sent,
     ) -> Tried {
         let front = &self.front;
-        let (endpoint, claim) = (front.endpoint(), &begin.claim);
+        let (endpoint, claim) = (&front.endpoint, &begin.claim);
         let settle = outcome.settle(Run::of(endpoint.route(), Reached::Started));
         let reply = outcome.into_answer();
         let Settle::Finish(state) = settle else {
             return self.roll_back(begin, tx, false).await.unwrap_or(Tried::Done(reply));
         };
         let kept = Kept::Whole(reply.clone());
-        let answer = match front.engine().encode(endpoint, &claim.identity, &claim.fingerprint, &kept) {
+        let answer = match front.engine.encode(endpoint, &claim.identity, &claim.fingerprint, &kept) {
             Ok(answer) => answer,
             Err(error) => {
                 tracing::error!(operation = %endpoint.operation(), %error, "an answer could not be sealed: nothing is committed");
@@ -414,7 +414,7 @@ impl Execution {
         if error.is_transient() {
             return Tried::Again(stage, error);
         }
-        tracing::warn!(operation = %self.front.endpoint().operation(), stage, %error, "the operation could not be committed");
+        tracing::warn!(operation = %self.front.endpoint.operation(), stage, %error, "the operation could not be committed");
         Tried::Answer(self.front.problem(Code::OperationFailed))
     }
 
@@ -424,7 +424,7 @@ impl Execution {
     /// database itself may have ended the transaction (R27). If the store proves that nothing was
     /// committed, the key stays free.
     async fn roll_back(&self, begin: &Begin, mut tx: Box<dyn OperationTx>, transient: bool) -> Option<Tried> {
-        let budget = self.front.endpoint().route().completion_budget;
+        let budget = self.front.endpoint.route().completion_budget;
         match tokio::time::timeout(budget, tx.undo_effects()).await {
             Ok(Ok(Proof::Same)) => {
                 rolled_back(tx).await;
@@ -487,9 +487,9 @@ impl Execution {
             _ => Ok(()),
         };
         if let Err(error) = written {
-            tracing::error!(operation = %front.endpoint().operation(), key = front.short_key(), %error, "an operation that ended its transaction could not be marked as unknown");
+            tracing::error!(operation = %front.endpoint.operation(), key = front.short_key(), %error, "an operation that ended its transaction could not be marked as unknown");
             if aftermath == Aftermath::InsertUnknown {
-                let (engine, patience) = (front.engine(), front.patience());
+                let (engine, patience) = (&front.engine, front.patience());
                 mark_unknown_later(
                     engine,
                     Arc::clone(store),

@@ -288,7 +288,7 @@ impl Driver {
             Err(next) => return Ok(Err(next)),
         };
         let given = Given { tx: tx.as_mut(), context: &self.context, command: &self.command, settled };
-        let ended = guarded(self.member.timeout(), code.run(given)).await;
+        let ended = guarded(self.member.route().timeout, code.run(given)).await;
         Ok(match ended {
             Ok(end) => Ok((tx, end)),
             Err(error) => Err(self.failed(tx, stored, &error).await?),
@@ -486,7 +486,7 @@ impl Driver {
         failure: Option<Option<String>>,
     ) -> Result<Next, StoreError> {
         let outcome = outcome(&self.member, &self.phased, &self.context, &self.fingerprint, reply, failure)?;
-        let moved = tx.finish(from, &outcome, &self.member.retention()).await?;
+        let moved = tx.finish(from, &outcome, &self.member.route().retention).await?;
         let next = self.commit(tx, moved).await?;
         // Shown only if the next read finds the outcome.
         self.reply = Some(reply.clone());

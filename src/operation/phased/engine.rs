@@ -260,7 +260,7 @@ impl PhasedEngine {
             return Ok(Recovered::Pending);
         }
         let asked = Since::now();
-        let (driven, stored) = match store.take_operation(record.operation_id, member.lease()).await? {
+        let (driven, stored) = match store.take_operation(record.operation_id, member.route().lease).await? {
             Taken::Driven(driven, stored) => (driven, *stored),
             // The outcome may have been stored in between.
             Taken::Not(stored) if matches!(stored.stage, Stage::Succeeded | Stage::Failed) => {
@@ -273,7 +273,8 @@ impl PhasedEngine {
         tracing::info!(operation = %record.operation_id, stage = stored.stage.as_str(), "a request recovers its operation");
         let is_due = stored.due_at.is_none_or(|due| due <= stored.now);
         let came = if is_due { Came::Due } else { Came::Early };
-        let work = taken(Arc::clone(&self.phased), driven, stored, (asked, member.lease()), came, self.stop.clone());
+        let work =
+            taken(Arc::clone(&self.phased), driven, stored, (asked, member.route().lease), came, self.stop.clone());
         let driving = self.phased.engine.spawn(work);
         match tokio::time::timeout_at(until, driving).await {
             Ok(Ok(ended)) => match ended?.end {

@@ -99,7 +99,7 @@ impl Opening {
             tokio::time::sleep(before_try(tries)).await;
         };
         let phased = Arc::clone(&self.phased);
-        let hold = Hold::new(Arc::clone(&phased.store), driven.clone(), self.member.lease(), asked);
+        let hold = Hold::new(Arc::clone(&phased.store), driven.clone(), self.member.route().lease, asked);
         let fingerprint = begin.claim.fingerprint.clone();
         let ready = (self.member, context, self.command, fingerprint);
         let driver = Driver::new(self.phased, ready, hold, Came::First, fresh, self.stop);
@@ -129,7 +129,7 @@ impl Opening {
         let context = Context::new(identities, begin.claim.identity.clone());
         let settled = Settlements::default();
         let given = Given { tx: tx.as_mut(), context: &context, command: &self.command, settled: &settled };
-        let ended = guarded(self.member.timeout(), flow.first.run(given)).await;
+        let ended = guarded(self.member.route().timeout, flow.first.run(given)).await;
         let first = match ended {
             Ok(first) => first,
             Err(error) => {
@@ -157,7 +157,7 @@ impl Opening {
                 let proof = if failure.is_some() { tx.undo_effects().await? } else { Proof::Same };
                 let moved = if proof == Proof::Same {
                     let outcome = outcome(&self.member, phased, &context, &begin.claim.fingerprint, &reply, failure)?;
-                    tx.finish(FIRST_POINT, &outcome, &self.member.retention()).await?
+                    tx.finish(FIRST_POINT, &outcome, &self.member.route().retention).await?
                 } else {
                     (proof, Fenced::Done)
                 };

@@ -18,8 +18,7 @@ use super::vault::Vault;
 use crate::error::StoreError;
 use crate::observe::{Noted, noted};
 use crate::operation::port::phases::Phases;
-use crate::operation::rules::Identity;
-use crate::operation::rules::retention::Retention;
+use crate::operation::rules::{Identity, Route};
 use crate::operation::{Core, Registered};
 
 /// Settings of the drivers of operations.
@@ -82,17 +81,8 @@ impl Member {
         noted(self.flow.name, &identity.key().short_hash(), what);
     }
 
-    pub(super) fn retention(&self) -> Retention {
-        self.endpoint.route().retention
-    }
-
-    /// How long a phase may run.
-    pub(super) fn timeout(&self) -> Duration {
-        self.endpoint.route().timeout
-    }
-
-    pub(super) fn lease(&self) -> Duration {
-        self.endpoint.route().lease
+    pub(super) fn route(&self) -> &Route {
+        self.endpoint.route()
     }
 }
 
@@ -127,9 +117,9 @@ impl Phased {
             match flows.last_mut() {
                 Some((last, versions, lease)) if last == name => {
                     versions.push(*version);
-                    *lease = member.lease();
+                    *lease = member.route().lease;
                 }
-                _ => flows.push((name, vec![*version], member.lease())),
+                _ => flows.push((name, vec![*version], member.route().lease)),
             }
         }
         flows
