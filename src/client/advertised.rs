@@ -8,7 +8,6 @@ use super::ClientError;
 use crate::operation::phased::http::body_of;
 
 const PATH: &str = "/.well-known/idempotency";
-/// The longest document that is read, in bytes.
 const BYTES_MAX: usize = 1 << 20;
 
 /// The document that a server publishes; other members are not read.
@@ -60,7 +59,6 @@ fn iso_8601(text: &str) -> Option<Duration> {
     Some(Duration::new(days.checked_add(times)?, nanos))
 }
 
-/// Parses the fraction of a second.
 fn nanos(digits: &str) -> Option<u32> {
     let good = (1..=9).contains(&digits.len()) && digits.bytes().all(|byte| byte.is_ascii_digit());
     good.then(|| format!("{digits:0<9}").parse().ok()).flatten()

@@ -62,7 +62,6 @@ struct OperationBody<'a> {
     result: Option<ResultBody<'a>>,
 }
 
-/// The outcome in an operation's resource.
 #[derive(Debug, Deserialize)]
 struct ResultBody<'a> {
     status: u16,
@@ -85,7 +84,6 @@ impl Arrived {
         self.headers.get("idempotency-key-state")?.to_str().ok()?.parse().ok()
     }
 
-    /// Classifies the answer to a request for this URL.
     pub(super) fn seen(&self, asked: &Url) -> Seen {
         match self.status {
             _ if !same_place(&self.url, asked) => Seen::Elsewhere,
@@ -106,7 +104,6 @@ impl Arrived {
         }
     }
 
-    /// Classifies the answer to a query for the outcome.
     pub(super) fn polled(&self, asked: &Url) -> Polled {
         match (self.seen(asked), self.status) {
             (Seen::Accepted | Seen::AcceptedElsewhere, _) | (Seen::Success, 202) => Polled::Pending,
@@ -131,12 +128,10 @@ impl Arrived {
         Some((result.status, result.body.map(|body| body.get().as_bytes().to_vec()).unwrap_or_default()))
     }
 
-    /// The URL at which the outcome will be.
     pub(super) fn location(&self) -> Option<Url> {
         self.url.join(self.headers.get(header::LOCATION)?.to_str().ok()?).ok()
     }
 
-    /// How long the server asks to wait.
     pub(super) fn retry_after(&self, now: SystemTime) -> Option<Duration> {
         let asked = self.headers.get(header::RETRY_AFTER).and_then(|value| value.to_str().ok());
         asked.and_then(|text| asked_to_wait(text, now)).or_else(|| {

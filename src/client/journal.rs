@@ -38,7 +38,6 @@ const LOCK: &str = "lock";
 /// The ending of a file that is being written. Its operation was not sent: it is removed at a
 /// start.
 const UNFINISHED: &str = "part";
-/// The ending of an operation's file.
 const ENTRY: &str = "key";
 
 /// What is kept of bodies.
@@ -263,7 +262,6 @@ impl KeyJournal {
     }
 }
 
-/// Turns an error of the file system into one of the journal that names this path.
 fn at(path: &Path) -> impl Fn(io::Error) -> JournalError {
     move |source| JournalError::Io { path: path.to_owned(), source }
 }

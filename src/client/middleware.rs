@@ -23,7 +23,6 @@ use super::request::{KEY_HEADER, Request, check_url, new_key, parse};
 use super::sending::{ClientState, Transport};
 use crate::operation::rules::Key;
 
-/// The middleware; see [`Client::middleware`](super::Client::middleware).
 #[derive(Debug, Clone)]
 pub(super) struct Resend(pub(super) Arc<ClientState>);
 

@@ -136,7 +136,6 @@ enum Step<T, R> {
     Answer(EdgeAnswer<T>),
 }
 
-/// Makes the claim, and if it succeeds, runs the handler.
 async fn claim_and_drive<S, T, R, W>(
     guards: Engine<S>,
     mut front: Front,

@@ -34,12 +34,9 @@ impl EndpointError {
     }
 }
 
-/// Builds an answer again from the record of what the operation made.
 pub(super) type Rebuild = Arc<dyn Fn(Record) -> BoxFuture<'static, Result<Reply, HandlerError>> + Send + Sync>;
-/// Finds out the outcome of a run whose end was not recorded.
 pub(super) type Reconcile =
     Arc<dyn Fn(Reconciling) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync>;
-/// Turns an answer of one schema version into the next version.
 pub(super) type Upcast = Arc<dyn Fn(Reply) -> Reply + Send + Sync>;
 
 /// A run whose end was not recorded (O11).
@@ -284,7 +281,6 @@ impl Registered {
         self.0.fingerprinter.operation()
     }
 
-    /// Makes and compares the fingerprints of the operation's commands.
     pub(super) fn fingerprinter(&self) -> &Fingerprinter {
         &self.0.fingerprinter
     }
@@ -301,7 +297,6 @@ impl Registered {
         self.0.endpoint.place.as_ref().map(|(method, path)| (method.as_str(), path.as_str()))
     }
 
-    /// The URL of an operation, if a path was given.
     pub(crate) fn location_of(&self, operation_id: Uuid) -> Option<String> {
         self.0.endpoint.route.operation_path.as_ref().map(|prefix| format!("{prefix}{operation_id}"))
     }

@@ -41,9 +41,7 @@ use crate::time::db_time::DbTime;
 
 /// How many turns a request may take without waiting, until it is answered that the key is in use.
 const ROUNDS_MAX: u32 = 8;
-/// The first pause between two reads of a request that waits for another process.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// The longest such pause.
 const LOOK_EVERY_MAX: Duration = Duration::from_millis(500);
 
 /// The key of a request.
@@ -88,7 +86,6 @@ impl Canonical for NoCommand {
     fn write_canonical(&self, _: u32, _: &mut FingerprintWriter) {}
 }
 
-/// What the operation does next.
 #[derive(Debug)]
 pub(crate) enum Turn {
     /// Run without protection: the request has no key, and the route requires none.
@@ -101,7 +98,6 @@ pub(crate) enum Turn {
     Answer(Answered),
 }
 
-/// Which source the next turn asks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     /// Neither the map nor the store was asked yet.
@@ -113,14 +109,12 @@ enum Stage {
     Refused,
 }
 
-/// The run or record that a decision is about.
 enum Seen {
     Nobody,
     Run(Arc<Run>),
     Record(Box<Record>, DbTime),
 }
 
-/// Takes the turns of one request.
 pub(crate) struct Front {
     pub(super) engine: Core,
     pub(super) endpoint: Registered,
@@ -133,14 +127,12 @@ pub(crate) struct Front {
     /// The place among the duplicates that wait for this key.
     waiting: Option<Waiting>,
     look_every: Duration,
-    /// Whether the tenant has as many bytes stored as it may.
     over_bytes: bool,
     /// The body of the record that was read last, if the store returned it.
     body: Option<KeptBody>,
 }
 
 impl Core {
-    /// A [`Front`] for one request: it decides what the request gets.
     pub(crate) fn front(&self, endpoint: &Registered, asking: Asking) -> Front {
         let identity = match (&asking.scope, &asking.key) {
             (Some(scope), KeyGiven::Given(key)) => {
@@ -191,7 +183,6 @@ impl Front {
         self.decide(KeyFound::NotAsked) == Decision::PassThrough
     }
 
-    /// Returns what the operation does next.
     pub(crate) async fn turn(&mut self) -> Turn {
         loop {
             let (decision, seen) = self.ask().await;

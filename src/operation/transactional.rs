@@ -41,7 +41,6 @@ use crate::operation::rules::{Canonical, Code, Outcome, Scope, State};
 use crate::store::base::Base;
 use crate::text::panic::panic_text;
 
-/// How many attempts are made while the database returns transient errors.
 const TRIES_MAX: u32 = 10;
 
 /// The transaction of one operation. Everything that is written through it commits together with
@@ -191,7 +190,6 @@ trait Handle: Send + Sync {
     ) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>;
 }
 
-/// A handler that writes through the connections of one kind of database.
 struct Typed<S, C, F> {
     command: Arc<C>,
     handler: F,

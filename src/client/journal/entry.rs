@@ -20,7 +20,6 @@ const VERSION: u32 = 1;
 #[cfg(feature = "encrypt")]
 const NONCE_BYTES: usize = 24;
 
-/// The line of JSON.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Entry {
@@ -124,7 +123,6 @@ impl Entry {
         Ok([&line[..], b"\n", &sealed].concat())
     }
 
-    /// Decodes an entry into a pending operation.
     pub(super) fn open(bytes: &[u8], bodies: &Bodies) -> Result<Pending, String> {
         let end = bytes.iter().position(|&byte| byte == b'\n').ok_or("it has no first line")?;
         let (line, sealed) = (&bytes[..end], &bytes[end + 1..]);

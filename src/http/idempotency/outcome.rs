@@ -68,7 +68,6 @@ pub(super) async fn reply_of(response: Response, within: Duration) -> Result<Rep
     Ok(Reply { body: body.map_err(|unended| format!("the body of the answer {}", unended.why))?, ..head })
 }
 
-/// A body that could not be read to its end.
 struct Unended {
     /// What it did, as the rest of a sentence.
     why: String,

@@ -30,7 +30,6 @@ pub(crate) struct Progress(Arc<Far>);
 struct Far {
     /// The body has a wrapped extractor, which sets `started`.
     met: AtomicBool,
-    /// The operation's own code has begun.
     started: AtomicBool,
     committed: Mutex<Committed>,
 }
@@ -76,7 +75,6 @@ impl Progress {
         }
     }
 
-    /// The answer that the guard has committed.
     pub(super) fn stored(&self) -> Option<Reply> {
         match &*self.committed() {
             Committed::Yes(reply) => Some(reply.clone()),
@@ -143,7 +141,6 @@ impl<S: Keys> Guard<S> {
         self.owned.operation_id
     }
 
-    /// How far this run has come.
     pub(crate) fn progress(&self) -> &Progress {
         &self.progress
     }

@@ -20,9 +20,7 @@ use crate::operation::rules::classify::Settle;
 use crate::operation::rules::record::Tombstone;
 use crate::operation::rules::{Code, Mode, Record, State};
 
-/// The first pause between two attempts to write an outcome.
 const AGAIN: Duration = Duration::from_millis(100);
-/// The longest such pause; the pause doubles each time.
 const AGAIN_MAX: Duration = Duration::from_secs(2);
 
 struct End {

@@ -51,7 +51,6 @@ use crate::time::pace::sleep_unless;
 use crate::time::retry;
 use crate::time::since::Since;
 
-/// Why a provider is queried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Asks {
     /// The strategy of the effect allows nothing else.
@@ -70,7 +69,6 @@ pub(super) fn before_try(number: u32) -> Duration {
     Duration::from_millis(fastrand::u64(1..=10) << number.min(TRIES))
 }
 
-/// The state of an operation when its driver ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
     /// The outcome is known and stored.
@@ -82,7 +80,6 @@ pub(super) enum End {
     Lost,
 }
 
-/// How a driver got its operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Came {
     /// It has just committed the first phase.
@@ -117,19 +114,16 @@ pub(super) struct Driver {
     came: Came,
     /// Whether a provider answered: a provider that is away counts no attempt (G10).
     reached: bool,
-    /// How many calls of this drive proved nothing.
     vain: u32,
     /// Whether a call could not even be made, for a reason on our side.
     unmade: bool,
     /// How often work ran again after transient errors since the last commit.
     again: u32,
-    /// Whether this driver stored proof of an effect.
     proof: bool,
     /// Taken before the last read, so it is never later than the database time of that read.
     read_at: Since,
     /// Whether the provider was just queried before a resend.
     asked: bool,
-    /// The answer that this driver wrote with the outcome.
     reply: Option<Reply>,
 }
 
@@ -215,7 +209,6 @@ impl Driver {
         self.again <= TRIES
     }
 
-    /// Reads the state of the operation and does one step.
     async fn turn(&mut self) -> Result<Next, StoreError> {
         if self.hold.is_lost() {
             return Ok(Next::End(End::Lost));

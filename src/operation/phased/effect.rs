@@ -25,7 +25,6 @@ pub struct Effect<P> {
 #[derive(Debug)]
 pub struct Undo<P>(pub(super) Effect<P>);
 
-/// The registered part of an effect.
 #[derive(Debug, Clone)]
 pub(super) struct Declared {
     pub(super) name: &'static str,
@@ -165,7 +164,6 @@ impl Declared {
         }
     }
 
-    /// The settlement of this effect for a proven outcome.
     pub(super) fn settlement(&self, settled: Settled) -> Settlement {
         match (self.undoes, settled) {
             (None, Settled::Succeeded) => Settlement::Succeeded,

@@ -239,7 +239,6 @@ impl PhasedEngine {
         }
     }
 
-    /// Takes the operation over and waits for it.
     async fn recover(&self, record: &Record, until: tokio::time::Instant) -> Result<Recovered, StoreError> {
         let store = &self.phased.store;
         let found = match store.operation(record.operation_id).await {

@@ -97,7 +97,6 @@ impl AnyFlow {
         self.effects.iter().find(|effect| effect.name == name)
     }
 
-    /// The effect that is outstanding at a point.
     pub(super) fn effect_at(&self, point: &str) -> Option<&Declared> {
         self.effects.iter().find(|effect| effect.sent == point || effect.settled == point)
     }

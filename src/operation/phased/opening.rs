@@ -32,7 +32,6 @@ use crate::operation::standing::mark_unknown_later;
 use crate::operation::{Begin, BodyPermit, Reply};
 use crate::time::since::Since;
 
-/// The result of the first phase.
 pub(super) enum Opened {
     /// Another record or claim exists.
     Refused(Box<Begin>),
@@ -57,7 +56,6 @@ pub(super) struct Opening {
     pub(super) permit: Arc<Option<BodyPermit>>,
 }
 
-/// How the first phase's transaction is to end.
 enum Move {
     Advance(String, Stage, Option<(&'static str, NewIntent)>),
     Finish(Reply, Option<Option<String>>),

@@ -58,7 +58,6 @@ pub struct Recovery {
     driven_of: DrivenOf,
 }
 
-/// The number of operations that are driven, by tenant.
 #[derive(Debug, Clone, Default)]
 struct DrivenOf(Arc<Mutex<HashMap<Vec<u8>, u32>>>);
 
@@ -79,7 +78,6 @@ impl DrivenOf {
     }
 }
 
-/// One operation of a tenant that is driven now.
 struct One {
     of: DrivenOf,
     tenant: Vec<u8>,

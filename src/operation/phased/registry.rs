@@ -62,7 +62,6 @@ pub(super) struct Member {
     pub(super) endpoint: Registered,
 }
 
-/// The shared state of all drivers in this process.
 #[derive(Debug)]
 pub(super) struct Phased {
     pub(super) engine: Core,
@@ -70,7 +69,6 @@ pub(super) struct Phased {
     pub(super) vault: Vault,
     pub(super) settings: DriveSettings,
     pub(super) deployment: Uuid,
-    /// Wakes the recovery worker of this process.
     pub(super) wake: Notify,
     members: BTreeMap<(&'static str, u32), Arc<Member>>,
 }

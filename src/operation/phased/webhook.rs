@@ -47,7 +47,6 @@ use crate::time::breaker::{Breaker, BreakerOptions};
 
 /// The largest number of bytes of a receiver's answer that are kept as evidence.
 const SAW_MAX: usize = 512;
-/// How long a name may take to be resolved.
 const RESOLVING: Duration = Duration::from_secs(2);
 /// The largest number of endpoints that are remembered because they fail or have requests under
 /// way.
@@ -127,7 +126,6 @@ impl std::fmt::Debug for Webhooks {
     }
 }
 
-/// The state of the endpoints of one origin.
 #[derive(Debug)]
 struct Endpoints {
     breaker: Breaker,

@@ -65,7 +65,6 @@ impl Driver {
         }
     }
 
-    /// Makes a send whose beginning is committed.
     pub(super) async fn send(
         &mut self,
         effect: &Declared,

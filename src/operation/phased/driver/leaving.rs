@@ -151,7 +151,6 @@ impl Driver {
             && store.unpark(stored.operation_id).await? == Fenced::Done)
     }
 
-    /// The effect that the operation waits for.
     fn open_effect(&self, stored: &StoredOperation) -> Option<(Declared, StoredIntent)> {
         let effect = self.member.flow.effect_at(&stored.point)?;
         let intent = stored.intents.iter().find(|one| one.intent.effect == effect.name && one.outcome.is_none())?;
