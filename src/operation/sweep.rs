@@ -163,13 +163,9 @@ async fn mark_unknown(engine: &Core, endpoint: &Registered, record: &Record) -> 
 async fn free(engine: &Core, endpoint: &Registered, record: &Record) -> Result<(), StoreError> {
     let claim = reconcile::claim_of(endpoint, record);
     let Claimed::Owned(owned) = engine.store().claim(&claim, Basis::Reconcile(record)).await? else { return Ok(()) };
-    if engine.store().release(&owned).await? == Fenced::Done {
+    if reconcile::free(engine, endpoint, record, &owned).await? {
         let (operation, key) = (endpoint.operation(), record.identity.key().short_hash());
         tracing::info!(%operation, key, "an abandoned bridged claim was deleted: nothing took effect, and its key is free");
-        return Ok(());
     }
-    // Refused, because the run that lost its lease has reported how it ended: that is stored. Where
-    // somebody else took the claim over meanwhile, this write is refused too.
-    let outcome = reconcile::ended(engine, endpoint, record).await?;
-    engine.store().finish(&owned, &outcome, &endpoint.route().retention).await.map(drop)
+    Ok(())
 }
