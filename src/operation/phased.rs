@@ -9,7 +9,7 @@
 //! | file | holds |
 //! |---|---|
 //! | `flow`, `phase`, `ends` | what an author writes, and how a phase may end |
-//! | `context`, `point` | the operation that a phase belongs to, and where it continues |
+//! | `context` | the operation that a phase belongs to, and where it continues |
 //! | `effect`, `provider`, `http` | effects, adapters, an adapter over HTTP |
 //! | `sending`, `webhook`, `email` | an operation with one effect: a signed webhook, an e-mail |
 //! | `identity` | identities derived from the operation |
@@ -37,7 +37,6 @@ pub mod http;
 mod identity;
 mod opening;
 mod phase;
-mod point;
 mod provider;
 mod recovery;
 mod registry;
@@ -49,14 +48,13 @@ mod vault;
 pub mod webhook;
 
 pub use self::{
-    context::Context,
+    context::{Context, LocalPoint, SettledPoint},
     effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo},
     ends::{First, Local, Settled},
     engine::PhasedEngine,
     flow::{Flow, FlowBuilder, FlowError},
     identity::{Identities, ProviderKey},
     phase::{FirstPhase, LocalPhase, Phase, SettledPhase},
-    point::{LocalPoint, SettledPoint},
     provider::{Asked, Call, Prepare, Provider, Sent},
     recovery::{Recovery, RecoveryOptions},
     registry::DriveSettings,

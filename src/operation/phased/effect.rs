@@ -7,9 +7,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::context::Context;
+use super::context::{Context, SettledPoint};
 use super::identity::ProviderKey;
-use super::point::SettledPoint;
 use super::provider::{Prepare, Provider};
 use crate::error::HandlerError;
 use crate::operation::rules::provider::{Settled, Strategy};

@@ -62,8 +62,8 @@
 //! }
 //! ```
 
+use super::context::{LocalPoint, SettledPoint};
 use super::effect::{Compensation, Intent, Proven};
-use super::point::{LocalPoint, SettledPoint};
 use crate::operation::Reply;
 
 /// How the first phase ends. Before it commits, nothing of the operation is stored.

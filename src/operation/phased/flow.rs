@@ -14,11 +14,10 @@ use async_trait::async_trait;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::context::Context;
+use super::context::{Context, LocalPoint, SettledPoint};
 use super::effect::{Declared, Effect, Settlements, Undo};
 use super::ends::{First, Local, Settled};
 use super::phase::{FirstPhase, LocalPhase, Phase, SettledPhase};
-use super::point::{LocalPoint, SettledPoint};
 use super::provider::Provider;
 use crate::error::{HandlerError, StoreError};
 use crate::operation::port::phases::{FIRST_POINT, PhaseTx};

@@ -18,7 +18,6 @@ use super::effect::{Intent, Settlements};
 use super::ends::First;
 use super::flow::{AnyCommand, Given};
 use super::hold::Hold;
-use super::identity::Identities;
 use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::Proof;
@@ -123,8 +122,7 @@ impl Opening {
             self.note(begin, Noted::Acquired);
         }
         let driven = tx.driven().clone();
-        let identities = Identities::new(phased.deployment, driven.operation_id);
-        let context = Context::new(identities, begin.claim.identity.clone());
+        let context = Context::new(phased.deployment, driven.operation_id, begin.claim.identity.clone());
         let settled = Settlements::default();
         let given = Given { tx: tx.as_mut(), context: &context, command: &self.command, settled: &settled };
         let ended = guarded(self.member.route().timeout, flow.first.run(given)).await;

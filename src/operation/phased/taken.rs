@@ -9,7 +9,6 @@ use tokio_util::sync::CancellationToken;
 use super::context::Context;
 use super::driver::{Came, Driver, End, Ended, Ready};
 use super::hold::Hold;
-use super::identity::Identities;
 use super::registry::Phased;
 use crate::error::StoreError;
 use crate::observe::{Noted, noted};
@@ -64,6 +63,6 @@ async fn prepared(phased: &Phased, stored: &StoredOperation) -> Result<Option<Re
     let Some(record) = phased.store.find(&identity).await?.record else { return Ok(None) };
     let bytes = phased.vault.open(stored.operation_id, "command", &stored.command)?;
     let command = member.flow.decode(&bytes)?;
-    let context = Context::new(Identities::new(phased.deployment, stored.operation_id), identity);
+    let context = Context::new(phased.deployment, stored.operation_id, identity);
     Ok(Some((member, context, command, record.fingerprint)))
 }
