@@ -487,15 +487,12 @@ impl Execution {
         if let Err(error) = written {
             tracing::error!(operation = %front.endpoint.operation(), key = front.short_key(), %error, "an operation that ended its transaction could not be marked as unknown");
             if aftermath == Aftermath::InsertUnknown {
-                let (engine, patience) = (&front.engine, front.patience());
-                mark_unknown_later(
-                    engine,
-                    Arc::clone(store),
-                    begin,
-                    claim.clone(),
-                    patience,
-                    |store, claim, basis, patience| store.stand_unknown(claim, basis, patience).boxed(),
-                );
+                let (store, claim, ground) = (Arc::clone(store), claim.clone(), begin.ground.clone());
+                let patience = front.patience();
+                mark_unknown_later(&front.engine, begin, move || {
+                    let (store, claim, ground) = (Arc::clone(&store), claim.clone(), ground.clone());
+                    async move { store.stand_unknown(&claim, ground.basis(), patience).await }
+                });
             }
         }
         Tried::Answer(front.problem(code))

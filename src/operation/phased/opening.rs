@@ -8,7 +8,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::FutureExt;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -232,15 +231,12 @@ impl Opening {
             Aftermath::InsertUnknown => {
                 if let Err(error) = stand(store.as_ref(), new, begin.basis(), self.patience).await {
                     tracing::error!(operation = %driven.operation_id, %error, "an operation that ended its transaction could not be made to stand");
-                    let (engine, patience) = (&self.phased.engine, self.patience);
-                    mark_unknown_later(
-                        engine,
-                        Arc::clone(store),
-                        begin,
-                        new.clone(),
-                        patience,
-                        |store, new, basis, patience| stand(store, new, basis, patience).boxed(),
-                    );
+                    let (store, new, ground) = (Arc::clone(store), new.clone(), begin.ground.clone());
+                    let patience = self.patience;
+                    mark_unknown_later(&self.phased.engine, begin, move || {
+                        let (store, new, ground) = (Arc::clone(&store), new.clone(), ground.clone());
+                        async move { stand(store.as_ref(), &new, ground.basis(), patience).await }
+                    });
                 }
             }
             Aftermath::MarkUnknown => {
