@@ -26,7 +26,7 @@ use self::begin::Ground;
 use super::endpoint::Registered;
 use super::engine::Core;
 use super::reply::Answered;
-use super::running::{Entry, NotEntered, Run, Waiting};
+use super::running::{NotEntered, Run, Waiting};
 use crate::error::StoreError;
 use crate::inbox::rules::horizon::Bounds;
 use crate::observe::{self, Noted};
@@ -219,9 +219,7 @@ impl Front {
         if !looks || self.engine.inner.running.get(&digest).is_some() {
             return None;
         }
-        let claim = self.claim(&Ground::New)?;
-        let entry = self.enter(&claim, true, None).ok()?;
-        Some(Box::new(Begin { claim, ground: Ground::New, entry, claimed: AtomicBool::new(false) }))
+        self.enter(self.claim(&Ground::New)?, Ground::New, true, None).ok()
     }
 
     /// A transaction holds the claim of [`Self::claim_unseen`]. Returns whether it may execute;
@@ -487,19 +485,26 @@ impl Front {
         }
         // A claim that is taken over counts already.
         let starts = !matches!(ground, Ground::TakeOver(_));
-        let entry = match self.enter(&claim, false, self.engine.inner.open_per_tenant_max.filter(|_| starts)) {
-            Ok(entry) => entry,
+        match self.enter(claim, ground, false, self.engine.inner.open_per_tenant_max.filter(|_| starts)) {
+            Ok(begin) => {
+                self.waiting = None;
+                Some(Turn::Begin(begin))
+            }
             // Another request of this process was faster. The next turn finds it in the map.
-            Err(NotEntered::Runs) => return None,
-            Err(NotEntered::Full) => return Some(Turn::Answer(self.refusal(Decision::QuotaExceeded, None))),
-        };
-        self.waiting = None;
-        Some(Turn::Begin(Box::new(Begin { claim, ground, entry, claimed: AtomicBool::new(false) })))
+            Err(NotEntered::Runs) => None,
+            Err(NotEntered::Full) => Some(Turn::Answer(self.refusal(Decision::QuotaExceeded, None))),
+        }
     }
 
-    fn enter(&self, claim: &KeyClaim, tries: bool, at_most: Option<u32>) -> Result<Arc<Entry>, NotEntered> {
-        let (principal, fingerprint) = (claim.principal.clone(), claim.fingerprint.clone());
-        self.engine.inner.running.enter(&claim.identity, principal, fingerprint, tries, at_most).map(Arc::new)
+    fn enter(
+        &self,
+        claim: KeyClaim,
+        ground: Ground,
+        tries: bool,
+        at_most: Option<u32>,
+    ) -> Result<Box<Begin>, NotEntered> {
+        let entry = Arc::new(self.engine.inner.running.enter(&claim, tries, at_most)?);
+        Ok(Box::new(Begin { claim, ground, entry, claimed: AtomicBool::new(false) }))
     }
 
     fn claim(&self, ground: &Ground) -> Option<KeyClaim> {
