@@ -32,7 +32,7 @@ impl Context {
         self.identities.operation_id()
     }
 
-    /// Derives the identities of rows, messages and effects.
+    /// Derives the ids of rows.
     #[must_use]
     pub fn identities(&self) -> Identities {
         self.identities
