@@ -26,15 +26,6 @@
 //! * Redirects are not followed: a 302 would turn a POST into a GET, and a 307 would carry key and
 //!   body to another origin.
 //! * No attempt begins that might arrive after the server has forgotten the key.
-//!
-//! | module | for |
-//! |---|---|
-//! | [`Client`], [`Request`], [`Answer`] | sending |
-//! | [`Resend`] | the same rules as a middleware of `reqwest-middleware` |
-//! | [`KeyJournal`] | keys that outlive the process |
-//! | [`Advertised`] | what a server publishes about its keys |
-//!
-//! Not here: the server's side ([`operation`](crate::operation)).
 
 mod advertised;
 mod answer;
@@ -49,15 +40,15 @@ use std::time::Duration;
 use reqwest::header::HeaderMap;
 
 pub use self::{
-    advertised::{Advertised, AdvertisedOperation},
     answer::Answer,
-    journal::{Bodies, JournalError, KeyJournal, Pending, PendingBody},
-    middleware::{Resend, SentUnder},
+    journal::{Bodies, JournalError, KeyJournal, Pending},
+    middleware::SentUnder,
     request::Request,
 };
 #[cfg(feature = "encrypt")]
-pub use journal::JournalCipher;
+pub use journal::entry::JournalCipher;
 
+use self::middleware::Resend;
 use self::sending::{ClientState, Direct};
 use crate::operation::rules::Key;
 use crate::time::breaker::BreakerOptions;
@@ -70,8 +61,8 @@ pub struct ClientOptions {
     /// The time limit of a call of [`Client::send`]: after it no attempt begins, so that a call
     /// lasts at most one attempt longer. Default 5 min.
     pub total: Duration,
-    /// How long the server keeps a key at least, counted from the first send; see [`Advertised`].
-    /// The default of 24 h is a guess about the server.
+    /// How long the server keeps a key at least, counted from the first send; see
+    /// [`Client::advertised`]. The default of 24 h is a guess about the server.
     pub lifetime: Duration,
     /// The upper bound of the first pause; the bound doubles each time. Default 200 ms.
     pub backoff: Duration,
@@ -198,11 +189,10 @@ impl Client {
         Self { http: self.http, shared: Arc::new(shared) }
     }
 
-    /// The same client, with the shortest lifetime that the server advertises for its keys.
+    /// The same client, for a server that keeps keys for this long: [`ClientOptions::lifetime`].
     #[must_use]
-    pub fn within(self, advertised: &Advertised) -> Self {
-        let mut options = self.shared.options.clone();
-        options.lifetime = advertised.shortest().unwrap_or(options.lifetime);
+    pub fn within(self, lifetime: Duration) -> Self {
+        let options = ClientOptions { lifetime, ..self.shared.options.clone() };
         Self { http: self.http, shared: Arc::new(ClientState::new(options, self.shared.journal.clone())) }
     }
 
@@ -251,18 +241,21 @@ impl Client {
         }
     }
 
-    /// Reads what a server publishes about its keys, at `/.well-known/idempotency` of this origin.
+    /// How long the server of this URL keeps its keys: the shortest lifetime that it publishes at
+    /// `/.well-known/idempotency`, or that of this client where it publishes none.
     ///
     /// # Errors
     /// [`ClientError::Request`]: the server publishes nothing that can be read.
-    pub async fn advertised(&self, url: &str) -> Result<Advertised, ClientError> {
-        advertised::ask(&self.http, url, self.shared.options.attempt_timeout).await
+    pub async fn advertised(&self, url: &str) -> Result<Duration, ClientError> {
+        let options = &self.shared.options;
+        let shortest = advertised::ask(&self.http, url, options.attempt_timeout).await?;
+        Ok(shortest.unwrap_or(options.lifetime))
     }
 
     /// The same rules as a middleware of `reqwest-middleware`, with this client's settings, journal
-    /// and breakers.
+    /// and breakers. The middleware's errors hold a [`ClientError`].
     #[must_use]
-    pub fn middleware(&self) -> Resend {
+    pub fn middleware(&self) -> impl reqwest_middleware::Middleware + Clone + std::fmt::Debug + use<> {
         Resend(Arc::clone(&self.shared))
     }
 

@@ -52,8 +52,8 @@ use prost::Message;
 use tonic::{Request, Response, Status};
 
 pub use self::{
-    key::{KEY_METADATA, KeyField},
-    status::{KEY_STATE_METADATA, REPLAYED_METADATA, refusal, reply, seen},
+    key::KeyField,
+    status::{refusal, reply, seen},
 };
 
 use crate::error::HandlerError;
@@ -78,8 +78,7 @@ impl<M: IdempotentCommand> Canonical for Held<M> {
 /// Registers the operation of a unary call with the engine.
 ///
 /// # Errors
-/// As [`Engine::protect`](crate::operation::Core::protect); [`EndpointError::Door`] for a mode
-/// other than transactional.
+/// As [`Engine::protect`](crate::operation::Core::protect); a mode other than transactional.
 pub fn protect<S: Keys>(engine: &Engine<S>, endpoint: Endpoint) -> Result<Registered, EndpointError> {
     engine.protect(endpoint.served_by("a unary call", &[Mode::Transactional])?)
 }

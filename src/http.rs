@@ -1,7 +1,4 @@
 //! The parts of the library that serve HTTP.
-//!
-//! Not here: the engine behind the routes ([`operation`](crate::operation)),
-//! binding addresses and installing recorders (`app`).
 
 #[cfg(feature = "programs")]
 mod health;

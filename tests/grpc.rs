@@ -15,7 +15,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use oncebox::grpc::{KEY_METADATA, KeyField, REPLAYED_METADATA, idempotent_unary, protect, refusal, reply, seen};
+use oncebox::grpc::{KeyField, idempotent_unary, protect, refusal, reply, seen};
 use oncebox::operation::resend::{Next, after_attempt};
 use oncebox::operation::{
     Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Mode, Outcome, Registered, Route, Scope,
@@ -36,6 +36,8 @@ use tonic_types::{ErrorDetails, StatusExt};
 const KEY: &str = "9b2f0c64-1b5e-4f0e-8a3c-6f1d2e3a4b5c";
 /// Long enough for a busy machine; a condition that holds ends the wait at once.
 const SOON: Duration = Duration::from_secs(60);
+const KEY_METADATA: &str = "idempotency-key";
+const REPLAYED_METADATA: &str = "idempotent-replayed";
 const OTHER: &str = "1c2f0c64-1b5e-4f0e-8a3c-6f1d2e3a4b5c";
 
 #[derive(Clone, PartialEq, Eq, Message)]

@@ -2,8 +2,6 @@
 //!
 //! Guarantees: an answer counts only from the requested URL. A `Location` is followed only on the
 //! same origin. Only an `application/problem+json` body says something about the key.
-//!
-//! Not here: the next step (`operation::rules::resend`), and waiting (`sending`).
 
 use std::time::{Duration, SystemTime};
 
@@ -30,22 +28,6 @@ pub struct Answer {
     pub headers: HeaderMap,
     /// The bytes of the answer's body.
     pub body: Vec<u8>,
-}
-
-impl Answer {
-    /// Whether the operation succeeded.
-    #[must_use]
-    pub fn is_success(&self) -> bool {
-        (200..300).contains(&self.status)
-    }
-
-    /// The body as JSON.
-    ///
-    /// # Errors
-    /// The body is not JSON, or has another form.
-    pub fn json<'a, T: Deserialize<'a>>(&'a self) -> Result<T, serde_json::Error> {
-        serde_json::from_slice(&self.body)
-    }
 }
 
 impl std::fmt::Debug for Answer {
@@ -80,7 +62,6 @@ struct OperationBody<'a> {
     result: Option<ResultBody<'a>>,
 }
 
-/// The outcome in an operation's resource.
 #[derive(Debug, Deserialize)]
 struct ResultBody<'a> {
     status: u16,
@@ -103,7 +84,6 @@ impl Arrived {
         self.headers.get("idempotency-key-state")?.to_str().ok()?.parse().ok()
     }
 
-    /// Classifies the answer to a request for this URL.
     pub(super) fn seen(&self, asked: &Url) -> Seen {
         match self.status {
             _ if !same_place(&self.url, asked) => Seen::Elsewhere,
@@ -124,7 +104,6 @@ impl Arrived {
         }
     }
 
-    /// Classifies the answer to a query for the outcome.
     pub(super) fn polled(&self, asked: &Url) -> Polled {
         match (self.seen(asked), self.status) {
             (Seen::Accepted | Seen::AcceptedElsewhere, _) | (Seen::Success, 202) => Polled::Pending,
@@ -149,12 +128,10 @@ impl Arrived {
         Some((result.status, result.body.map(|body| body.get().as_bytes().to_vec()).unwrap_or_default()))
     }
 
-    /// The URL at which the outcome will be.
     pub(super) fn location(&self) -> Option<Url> {
         self.url.join(self.headers.get(header::LOCATION)?.to_str().ok()?).ok()
     }
 
-    /// How long the server asks to wait.
     pub(super) fn retry_after(&self, now: SystemTime) -> Option<Duration> {
         let asked = self.headers.get(header::RETRY_AFTER).and_then(|value| value.to_str().ok());
         asked.and_then(|text| asked_to_wait(text, now)).or_else(|| {

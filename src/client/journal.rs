@@ -15,10 +15,8 @@
 //!   only encrypted.
 //! * A key keeps its request: another method, URL or body under the same key is refused.
 //! * A file is deleted only when the application acknowledges the result.
-//!
-//! Not here: what is sent again, and when (`sending`).
 
-mod entry;
+pub(super) mod entry;
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
@@ -35,15 +33,11 @@ use super::request::Request;
 use crate::operation::rules::Key;
 use crate::text::hex::hex;
 
-#[cfg(feature = "encrypt")]
-pub use self::entry::JournalCipher;
-
 /// The name of the lock file. No entry has this name.
 const LOCK: &str = "lock";
 /// The ending of a file that is being written. Its operation was not sent: it is removed at a
 /// start.
 const UNFINISHED: &str = "part";
-/// The ending of an operation's file.
 const ENTRY: &str = "key";
 
 /// What is kept of bodies.
@@ -54,7 +48,7 @@ pub enum Bodies {
     Digest,
     /// The bytes themselves, encrypted: the body need not be given again.
     #[cfg(feature = "encrypt")]
-    Encrypted(JournalCipher),
+    Encrypted(entry::JournalCipher),
 }
 
 /// Why the journal could not write, read or accept an operation.
@@ -94,7 +88,7 @@ pub enum JournalError {
 }
 
 /// An operation whose result no application acknowledged.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Pending {
     /// The idempotency key that the operation was sent under.
     pub key: Key,
@@ -104,46 +98,31 @@ pub struct Pending {
     pub url: String,
     /// Its headers, without credentials.
     pub headers: HeaderMap,
-    /// The body of the request, or only its digest.
-    pub body: PendingBody,
+    /// The body of the request; `None` if the journal keeps only its digest. Then a caller that
+    /// resumes gives the same bytes again.
+    pub body: Option<Vec<u8>>,
+    digest: [u8; 32],
     /// When it was journalled, just before the first send.
     pub first_sent_at: SystemTime,
 }
 
-/// What the journal keeps of a body.
-#[derive(Clone, PartialEq, Eq)]
-pub enum PendingBody {
-    /// The bytes of the body; the journal can send them again.
-    Kept(Vec<u8>),
-    /// The SHA-256 of the body: a caller that resumes gives the same bytes again.
-    Digest([u8; 32]),
-}
-
-impl std::fmt::Debug for PendingBody {
+impl std::fmt::Debug for Pending {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Kept(bytes) => write!(f, "Kept({} bytes)", bytes.len()),
-            Self::Digest(_) => f.write_str("Digest"),
-        }
-    }
-}
-
-impl PendingBody {
-    fn is(&self, body: &[u8]) -> bool {
-        match self {
-            Self::Kept(kept) => kept == body,
-            Self::Digest(digest) => digest[..] == Sha256::digest(body)[..],
-        }
+        write!(f, "Pending({:?}, {} {})", self.key, self.method, self.url)
     }
 }
 
 impl Pending {
+    fn has_body(&self, body: &[u8]) -> bool {
+        self.digest[..] == Sha256::digest(body)[..]
+    }
+
     /// The request to send again. Headers that are given replace stored ones of the same name.
     pub(super) fn request(&self, body: Option<Vec<u8>>, headers: &HeaderMap) -> Result<Request, super::ClientError> {
         let body = match (&self.body, body) {
-            (PendingBody::Kept(kept), None) => kept.clone(),
-            (PendingBody::Digest(_), None) => return Err(JournalError::BodyNeeded.into()),
-            (kept, Some(body)) if kept.is(&body) => body,
+            (Some(kept), None) => kept.clone(),
+            (None, None) => return Err(JournalError::BodyNeeded.into()),
+            (_, Some(body)) if self.has_body(&body) => body,
             (_, Some(_)) => return Err(JournalError::OtherBody.into()),
         };
         let mut request = Request::with_any_url(&self.method, &self.url, body)?.with_key(self.key.as_str())?;
@@ -233,7 +212,7 @@ impl KeyJournal {
             if found.method != request.method.as_str() || found.url != request.url.as_str() {
                 return Err(JournalError::OtherRequest);
             }
-            if !found.body.is(&request.body) {
+            if !found.has_body(&request.body) {
                 return Err(JournalError::OtherBody);
             }
             // The call that wrote the file may have failed to synchronise the directory.
@@ -283,7 +262,6 @@ impl KeyJournal {
     }
 }
 
-/// Turns an error of the file system into one of the journal that names this path.
 fn at(path: &Path) -> impl Fn(io::Error) -> JournalError {
     move |source| JournalError::Io { path: path.to_owned(), source }
 }

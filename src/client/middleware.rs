@@ -23,10 +23,8 @@ use super::request::{KEY_HEADER, Request, check_url, new_key, parse};
 use super::sending::{ClientState, Transport};
 use crate::operation::rules::Key;
 
-/// The middleware; see [`Client::middleware`](super::Client::middleware). Its errors hold a
-/// [`ClientError`].
 #[derive(Debug, Clone)]
-pub struct Resend(pub(super) Arc<ClientState>);
+pub(super) struct Resend(pub(super) Arc<ClientState>);
 
 /// The key of an answer, as an extension of its response: give it to the journal to acknowledge.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 //! Promise: the key is made once, with the request. A clone is the same operation, and knows what
 //! the other clones sent.
 //!
-//! Not here: sending. Credentials may be changed between calls, like any other header.
+//! Credentials may be changed between calls, like any other header.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -17,7 +17,6 @@ use crate::operation::rules::Key;
 use crate::operation::rules::key::KeyFormat;
 use crate::time::since::Since;
 
-/// The name of the header that carries a key.
 pub(super) const KEY_HEADER: HeaderName = HeaderName::from_static("idempotency-key");
 
 /// An operation that is to happen once, sent in one or more attempts.
@@ -37,7 +36,6 @@ pub struct Request {
 #[derive(Debug, Default)]
 pub(super) struct Attempts {
     count: u32,
-    /// When the first of them began.
     since: Option<Since>,
 }
 

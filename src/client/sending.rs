@@ -3,8 +3,6 @@
 //! Guarantees: the journal is written before the first attempt. A pause is the longer one of the
 //! backoff and the time that the server asks for. An attempt that gets no answer ends by its own
 //! timeout, and its outcome is then unknown.
-//!
-//! Not here: the table ([`resend`](crate::operation::rules::resend)).
 
 use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
@@ -31,14 +29,12 @@ const ORIGINS_MAX: usize = 4_096;
 
 /// Carries out one attempt.
 pub(super) trait Transport: Send {
-    /// Sends the request and returns the head of the answer.
     fn call(
         &mut self,
         request: reqwest::Request,
     ) -> impl Future<Output = Result<reqwest::Response, reqwest_middleware::Error>> + Send;
 }
 
-/// Sends with a client of reqwest.
 pub(super) struct Direct<'a>(pub(super) &'a reqwest::Client);
 
 impl Transport for Direct<'_> {
@@ -47,7 +43,6 @@ impl Transport for Direct<'_> {
     }
 }
 
-/// The state that all clones of a client share.
 #[derive(Debug)]
 pub(super) struct ClientState {
     pub(super) options: ClientOptions,
@@ -65,7 +60,6 @@ enum Met {
 struct Course {
     window: SendWindow,
     began: Instant,
-    /// The age of the key when this call began.
     age: Duration,
     /// The same begin, for the age: a key grows older also while this machine is suspended.
     since: Since,
@@ -99,7 +93,6 @@ impl ClientState {
         Self { options, journal, breakers: Mutex::default(), began: Instant::now() }
     }
 
-    /// Sends an operation until it ends.
     pub(super) async fn send(&self, transport: &mut impl Transport, request: &Request) -> Result<Answer, ClientError> {
         let mut course = Course {
             window: SendWindow {
@@ -239,10 +232,8 @@ impl ClientState {
     }
 }
 
-/// What follows an attempt or a query.
 enum Then {
     Ended(Answer),
-    /// Send the operation once more.
     Send,
     /// Ask this URL for the outcome.
     Ask(Url),

@@ -7,8 +7,7 @@ use tonic::metadata::MetadataMap;
 use crate::operation::rules::{Code, Key, KeyFormat};
 use crate::operation::{KeyGiven, Problem};
 
-/// The metadata that carries a key.
-pub const KEY_METADATA: &str = "idempotency-key";
+const KEY_METADATA: &str = "idempotency-key";
 
 /// A message that may carry a key: AIP-155's `request_id`, or a field `idempotency_key`.
 pub trait KeyField {

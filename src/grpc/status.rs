@@ -18,12 +18,11 @@ use crate::operation::rules::resend::Seen;
 use crate::operation::{Problem, Reply};
 
 /// Metadata of a response that repeats the response of an earlier call; its value is `true`.
-pub const REPLAYED_METADATA: &str = "idempotent-replayed";
+const REPLAYED_METADATA: &str = "idempotent-replayed";
 /// Metadata of a refusal that is replayed: the state of the key, `spent`. A refusal of the service
 /// itself has no `ErrorInfo` of the engine, and a client in doubt must still learn that this is the
 /// outcome (O26).
-pub const KEY_STATE_METADATA: &str = "idempotency-key-state";
-/// The domain of `google.rpc.ErrorInfo` in the errors of the engine.
+const KEY_STATE_METADATA: &str = "idempotency-key-state";
 const DOMAIN: &str = "oncebox";
 
 #[derive(Clone, PartialEq, Eq, prost::Message)]
@@ -56,7 +55,6 @@ pub fn refusal(status: &Status) -> Reply {
     reply
 }
 
-/// Converts a reply, new or stored before, to a response.
 pub(super) fn of_reply<R: Message + Default>(reply: &Reply, replayed: bool) -> Result<Response<R>, Status> {
     let mut metadata = MetadataMap::new();
     for (name, value) in &reply.headers {
@@ -147,7 +145,6 @@ fn is_of_the_client(status: &Status) -> bool {
     status.source().is_some() || is_unreadable
 }
 
-/// The state of the key in the metadata of a replayed refusal.
 fn replayed_state(status: &Status) -> Option<KeyState> {
     status.metadata().get(KEY_STATE_METADATA)?.to_str().ok()?.parse().ok()
 }

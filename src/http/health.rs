@@ -1,6 +1,4 @@
 //! Serves liveness, readiness and metrics.
-//!
-//! Not here: binding addresses and installing recorders (`app`).
 
 use std::time::Duration;
 

@@ -19,8 +19,6 @@
 //!
 //! Two ways to use it: [`TypedOperation`] (claim, effects and answer in one commit) and
 //! [`IdempotencyLayer`] (edge protection for any handler).
-//!
-//! Not here: the engine ([`operation`](crate::operation)).
 
 mod discovery;
 mod extract;

@@ -8,8 +8,6 @@
 //!   because the operations that run are slow.
 //! * In an engine with several operations that need places, one operation cannot take all places: a
 //!   quarter stays for the others.
-//!
-//! Not here: the limits of a tenant ([`quota`](super::quota)).
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -136,7 +136,6 @@ enum Step<T, R> {
     Answer(EdgeAnswer<T>),
 }
 
-/// Makes the claim, and if it succeeds, runs the handler.
 async fn claim_and_drive<S, T, R, W>(
     guards: Engine<S>,
     mut front: Front,
@@ -150,14 +149,14 @@ async fn claim_and_drive<S, T, R, W>(
 {
     // A bridged handler holds a connection, as a transactional one does, so it needs a place.
     // Whether another handler holds one is not known.
-    let place = match front.endpoint().route().mode {
-        Mode::Bridged => match front.engine().admission().place(front.endpoint().operation()).await {
+    let place = match front.endpoint.route().mode {
+        Mode::Bridged => match front.engine.inner.admission.place(front.endpoint.operation()).await {
             Some(place) => Some(place),
             None => return drop(tell.send(Step::Answer(EdgeAnswer::Answered(front.no_room())))),
         },
         _ => None,
     };
-    let engine = front.engine();
+    let engine = &front.engine;
     match engine.reach().within(engine.store().claim(&begin.claim, begin.basis())).await {
         Ok(Some(owned)) => {
             front.forget_command();
@@ -196,18 +195,18 @@ async fn release_lost(front: &Front, begin: &Begin) {
     let mut pace = Pace::new(Duration::from_millis(50), Duration::from_secs(5));
     let mut answered = false;
     while Instant::now() < until {
-        match front.engine().store().take_back(&begin.claim, begin.basis()).await {
+        match front.engine.store().take_back(&begin.claim, begin.basis()).await {
             Ok(Fenced::Done) => return,
             Ok(Fenced::LostOwnership) => answered = true,
             Err(error) => tracing::debug!(%error, "a claim whose answer was lost could not be released"),
         }
-        if answered && front.engine().is_draining() {
+        if answered && front.engine.is_draining() {
             return;
         }
         tokio::time::sleep(pace.next_wait()).await;
     }
     if !answered {
-        tracing::warn!(operation = %front.endpoint().operation(), key = front.short_key(), "a claim whose answer was lost could not be released: it may become unknown");
+        tracing::warn!(operation = %front.endpoint.operation(), key = front.short_key(), "a claim whose answer was lost could not be released: it may become unknown");
     }
 }
 
@@ -224,7 +223,7 @@ impl Edge {
         R: FnOnce(Option<Guard<S>>) -> W,
         W: Future<Output = Ended<T>>,
     {
-        let (engine, endpoint) = (self.front.engine().clone(), self.front.endpoint().clone());
+        let (engine, endpoint) = (self.front.engine.clone(), self.front.endpoint.clone());
         let route = endpoint.route();
         let stop = CancellationToken::new();
         let heart = heart::renew(&self.front, self.owned.clone(), stop.clone());

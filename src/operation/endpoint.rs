@@ -3,11 +3,6 @@
 //!
 //! Promise: settings that cannot keep the promises together are refused at registration, before the
 //! first request (M4).
-//!
-//! Not here: the requests ([`Front`](super::Front)), and the settings that a transport adds
-//! (`http`).
-
-mod error;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,7 +12,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use futures_util::future::BoxFuture;
 use uuid::Uuid;
 
-pub use self::error::EndpointError;
 use super::codec::keeping::Keeping;
 use super::reply::Reply;
 use crate::error::{HandlerError, Invalid};
@@ -28,12 +22,20 @@ use crate::operation::rules::{
     Code, Fingerprint, Fingerprinter, IdempotentCommand, Keyring, Mode, OperationName, Record, Route,
 };
 
-/// Builds an answer again from the record of what the operation made.
+/// Why an operation cannot be registered, with the setting that causes it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct EndpointError(String);
+
+impl EndpointError {
+    pub(super) fn new(why: impl fmt::Display) -> Self {
+        Self(why.to_string())
+    }
+}
+
 pub(super) type Rebuild = Arc<dyn Fn(Record) -> BoxFuture<'static, Result<Reply, HandlerError>> + Send + Sync>;
-/// Finds out the outcome of a run whose end was not recorded.
 pub(super) type Reconcile =
     Arc<dyn Fn(Reconciling) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync>;
-/// Turns an answer of one schema version into the next version.
 pub(super) type Upcast = Arc<dyn Fn(Reply) -> Reply + Send + Sync>;
 
 /// A run whose end was not recorded (O11).
@@ -221,30 +223,35 @@ impl Endpoint {
             return Ok(self);
         }
         let takes = modes.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ");
-        Err(EndpointError::Door { operation: self.operation?, mode, door, takes })
+        let operation = self.operation.map_err(EndpointError::new)?;
+        Err(EndpointError(format!("the operation `{operation}` is of mode {mode}, and {door} takes mode {takes}")))
     }
 
     pub(super) fn register(self, durability: Durability, keyring: &Keyring) -> Result<Registered, EndpointError> {
-        self.route.validate(durability)?;
-        self.keeping.validate()?;
+        let route = &self.route;
+        route.validate(durability).map_err(EndpointError::new)?;
+        self.keeping.validate().map_err(EndpointError)?;
         if let Some((name, _)) = self.counted_headers.iter().find(|(name, _)| !RawCommand::may_list(name)) {
-            return Err(EndpointError::Counted(name.clone()));
+            let why = "is no part of a command: it changes from one try to the next";
+            return Err(EndpointError(format!("the header `{name}` {why}")));
         }
-        let is_typed = matches!(self.route.mode, Mode::Transactional | Mode::Phased);
-        if self.route.requirement == Requirement::Off && is_typed {
-            return Err(EndpointError::Off);
+        // A typed operation claims every request; for a request without a key it makes one.
+        let is_typed = matches!(route.mode, Mode::Transactional | Mode::Phased);
+        if route.requirement == Requirement::Off && is_typed {
+            return Err(EndpointError::new("`requirement = off` is for the layer: a typed operation takes `optional`"));
         }
-        if (self.route.replay == Replay::Reconstruct) != self.rebuild.is_some() {
-            return Err(EndpointError::Rebuild);
+        if (route.replay == Replay::Reconstruct) != self.rebuild.is_some() {
+            return Err(EndpointError::new("`replay = reconstruct` needs `rebuilt_by`, and only it"));
         }
-        if self.route.reconciles != self.reconcile.is_some() {
-            return Err(EndpointError::Reconcile);
+        if route.reconciles != self.reconcile.is_some() {
+            return Err(EndpointError::new("`reconciles` needs `reconciled_by`, and only it"));
         }
-        if self.route.while_running == WhileRunning::Accepted && self.route.operation_path.is_none() {
-            return Err(EndpointError::OperationPath);
+        if route.while_running == WhileRunning::Accepted && route.operation_path.is_none() {
+            return Err(EndpointError::new("`while_running = accepted` needs `operation_path`"));
         }
-        let operation = self.operation.clone()?;
-        let fingerprinter = Fingerprinter::new(operation, self.readable.clone(), self.write_version, keyring.clone())?;
+        let operation = self.operation.clone().map_err(EndpointError::new)?;
+        let fingerprinter = Fingerprinter::new(operation, self.readable.clone(), self.write_version, keyring.clone());
+        let fingerprinter = fingerprinter.map_err(EndpointError::new)?;
         Ok(Registered(Arc::new(Parts { endpoint: self, fingerprinter, last_was_new: AtomicBool::new(false) })))
     }
 }
@@ -273,9 +280,7 @@ impl Registered {
         self.0.fingerprinter.operation()
     }
 
-    /// Makes and compares the fingerprints of the operation's commands.
-    #[must_use]
-    pub fn fingerprinter(&self) -> &Fingerprinter {
+    pub(super) fn fingerprinter(&self) -> &Fingerprinter {
         &self.0.fingerprinter
     }
 
@@ -291,7 +296,6 @@ impl Registered {
         self.0.endpoint.place.as_ref().map(|(method, path)| (method.as_str(), path.as_str()))
     }
 
-    /// The URL of an operation, if a path was given.
     pub(crate) fn location_of(&self, operation_id: Uuid) -> Option<String> {
         self.0.endpoint.route.operation_path.as_ref().map(|prefix| format!("{prefix}{operation_id}"))
     }

@@ -1,13 +1,9 @@
 //! The engine of a process: its store, secrets, limits and runs, and the operations that it
 //! protects.
 //!
-//! Promises: requests with the same scope, operation and key run once and get one answer (G13). All
-//! operations of a process share one engine through cheap clones. Work that the engine starts is
-//! tracked, so that [`Engine::drain`] can wait for it. A request that meets a full limit is refused
-//! at once; only for a connection of the store it may wait a second.
-//!
-//! Not here: the decision about each request ([`Front`](super::Front)), and the sweep
-//! ([`sweep`](super::sweep)).
+//! Promises: requests with the same scope, operation and key run once and get one answer (G13).
+//! Work that the engine starts is tracked, so that [`Engine::drain`] can wait for it. A request
+//! that meets a full limit is refused at once; only for a connection it may wait a second.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -40,7 +36,7 @@ type Home = Arc<dyn Fn(&Scope) -> Option<String> + Send + Sync>;
 
 /// The operation engine on one store. Cheap to clone.
 pub struct Engine<S: Keys> {
-    core: Core,
+    pub(super) core: Core,
     store: Arc<S>,
 }
 
@@ -48,19 +44,20 @@ pub struct Engine<S: Keys> {
 /// operations that do not use the application's transaction. Cheap to clone.
 #[derive(Clone)]
 pub struct Core {
-    inner: Arc<Inner>,
+    pub(super) inner: Arc<Inner>,
 }
 
-struct Inner {
+pub(super) struct Inner {
     store: Arc<dyn Keys>,
-    keyring: Keyring,
-    sealer: Sealer,
-    running: Running,
+    pub(super) keyring: Keyring,
+    /// The cipher of stored bytes. It also seals the commands of phased operations.
+    pub(super) sealer: Sealer,
+    pub(super) running: Running,
     reach: Reach,
-    admission: Admission,
+    pub(super) admission: Admission,
     usual: Mutex<HashMap<OperationName, Duration>>,
     body_memory: BodyMemory,
-    open_per_tenant_max: Option<u32>,
+    pub(super) open_per_tenant_max: Option<u32>,
     stored_quota: Option<StoredQuota>,
     region: Option<(String, Home)>,
     live: Live,
@@ -77,39 +74,27 @@ pub struct EngineOptions {
     pub keyring: Keyring,
     /// The encryption keys for stored bodies and commands. Default: stored in plain.
     pub sealer: Sealer,
-    /// How many bytes of request bodies this process may hold at once. Default 64 MiB. A request
-    /// beyond the limit gets 503 `IDEMPOTENCY_BODY_MEMORY_EXCEEDED`.
+    /// How many bytes of request bodies this process may hold at once. Default 64 MiB.
     pub body_memory_max: usize,
     /// How many bytes of [`Self::body_memory_max`] one tenant may hold. Default: half, so that a
     /// tenant that sends many or slow requests leaves room for others.
     pub body_memory_per_tenant_max: Option<usize>,
     /// How many operations of one tenant may run in this process at once. The same number may be
-    /// committed without an outcome in the store: running in other processes, or unknown and not
-    /// resolved (O11). Default: no limit. A request beyond it gets 429
-    /// `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is stored. The limit costs one count in the store
-    /// before each claim. That count locks nothing: requests that come at once may exceed it, by at
-    /// most the limit for each process.
+    /// committed without an outcome in the store (O11). Default: no limit. The count in the store,
+    /// one before each claim, locks nothing: requests that come at once may exceed the limit, by at
+    /// most as much again for each process.
     pub open_per_tenant_max: Option<u32>,
-    /// How many bytes the stored answers of one tenant may take: headers and body as they stand in
-    /// the database, until the lifetime of the body ends. Default: no limit. Beyond it, a request
-    /// that would run for the first time gets 429 `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is
-    /// stored. Stored answers are still replayed.
-    ///
-    /// Each process asks the store at most every five seconds, less often where a query is slow,
-    /// and only for tenants that begin operations. Between two queries a tenant can exceed the
-    /// limit. So the limit keeps a database from filling over hours; use a rate limit against fast
-    /// clients. It does not count records without a body, nor the commands of phased operations,
-    /// which [`Self::open_per_tenant_max`] limits while they run. With a guard store, which does
-    /// not count bytes, [`Engine::protect`](Core::protect) returns an error.
+    /// How many bytes the stored answers of one tenant may take, as they stand in the database.
+    /// Default: no limit. Each process asks the store at most every five seconds, so the limit
+    /// keeps a database from filling over hours; use a rate limit against fast clients. The
+    /// commands of phased operations do not count. A guard store refuses this limit.
     pub stored_bytes_per_tenant_max: Option<u64>,
     /// The region of this service, and a function that returns the region that keeps the keys of a
-    /// scope. A request whose keys another region keeps gets 421 with that region's name; it is
-    /// never redirected (M106). The function returns `None` for keys that every region may serve.
-    /// Default: none, every region serves every key.
+    /// scope; `None`: every region may serve them. A request whose keys another region keeps gets
+    /// 421 with that region's name (M106). Default: every region serves every key.
     pub region: Option<(String, Home)>,
-    /// Where the engine reports whether its store answers, as the part `operations`. The engine
-    /// asks the store four times a second on a connection of its own, so `/readyz` waits for no
-    /// database. Default: the log only.
+    /// Where the engine reports whether its store answers, as the part `operations`. Default: the
+    /// log only.
     pub health: Health,
 }
 
@@ -161,10 +146,6 @@ impl<S: Keys> Engine<S> {
     pub fn store(&self) -> &Arc<S> {
         &self.store
     }
-
-    pub(super) fn core(&self) -> &Core {
-        &self.core
-    }
 }
 
 impl<S: Keys> Deref for Engine<S> {
@@ -186,12 +167,18 @@ impl Core {
     /// limit on stored bytes with a store that does not count them.
     pub fn protect(&self, endpoint: Endpoint) -> Result<Registered, EndpointError> {
         if self.inner.stored_quota.is_some() && self.inner.store.durability() == Durability::Guard {
-            return Err(EndpointError::StoredBytes);
+            return Err(EndpointError::new(
+                "`stored_bytes_per_tenant_max` needs a store that counts the bytes of a tenant: a guard does not",
+            ));
         }
         let registered = endpoint.register(self.inner.store.durability(), &self.inner.keyring)?;
         let mut endpoints = lock(&self.inner.endpoints);
         if !endpoints.iter().all(|there| there.goes_with(&registered)) {
-            return Err(EndpointError::Twice(registered.operation().clone()));
+            return Err(EndpointError::new(format_args!(
+                "`{}` is protected already, and otherwise: operations with one name share their keys, so each needs a \
+                 name of its own; one that is served at two places is registered once, or twice alike",
+                registered.operation()
+            )));
         }
         endpoints.push(registered.clone());
         drop(endpoints);
@@ -210,11 +197,6 @@ impl Core {
 
     pub(super) fn store(&self) -> &dyn Keys {
         self.inner.store.as_ref()
-    }
-
-    /// The cipher of stored bytes. It also seals the commands of phased operations.
-    pub(crate) fn sealer(&self) -> &Sealer {
-        &self.inner.sealer
     }
 
     /// Returns a permit for the request body of a tenant; it holds no bytes yet. Call
@@ -279,9 +261,8 @@ impl Core {
     }
 
     /// Sets the gauges of M103. Call it in each process before metrics are shown. Like
-    /// [`Self::sweep`], it also records from time to time which fingerprint versions this process
-    /// reads and writes, for `oncebox doctor` (O21). If that fails, it logs a warning and
-    /// continues.
+    /// [`Self::sweep`], it also records which fingerprint versions this process reads and writes
+    /// (O21).
     ///
     /// # Errors
     /// The error of the store; the gauges keep their values.
@@ -299,10 +280,6 @@ impl Core {
     pub(super) fn reach(&self) -> &Reach {
         self.inner.reach.attend(&self.inner.store);
         &self.inner.reach
-    }
-
-    pub(super) fn admission(&self) -> &Admission {
-        &self.inner.admission
     }
 
     /// Waits for a task that needs the store. Returns `None` when the store is away for so long
@@ -323,18 +300,6 @@ impl Core {
 
     pub(super) fn is_draining(&self) -> bool {
         self.inner.tasks.is_closed()
-    }
-
-    pub(super) fn running(&self) -> &Running {
-        &self.inner.running
-    }
-
-    pub(super) fn keyring(&self) -> &Keyring {
-        &self.inner.keyring
-    }
-
-    pub(super) fn open_per_tenant_max(&self) -> Option<u32> {
-        self.inner.open_per_tenant_max
     }
 
     /// Whether as many operations of this tenant run in this process as are allowed. Only the entry

@@ -1,21 +1,8 @@
 //! The front of every operation: what happens with a request before and after it executes (O15).
 //!
-//! An operation makes a [`Front`] for a request whose body is read and validated, and takes turns:
-//!
-//! ```text
-//! loop {
-//!     match front.turn().await {
-//!         Turn::Answer(answered) => return answered,
-//!         Turn::Unkeyed          => run without protection,
-//!         Turn::Recover(record)  => recover the operation, then go on (or answer front.pending(id)),
-//!         Turn::Begin(begin)     => match store.begin..(&begin.claim, begin.basis(), front.patience()).await {
-//!             claimed            => { front.note(Noted::Acquired); run; finish; return front.first(begin.entry.ran(), reply) }
-//!             refused            => front.refused(begin),   // and go on
-//!             Err(error)         => return front.store_failed("claim", &error),
-//!         },
-//!     }
-//! }
-//! ```
+//! An operation makes a [`Front`] for a request whose body is read and validated, and takes turns
+//! until it has an answer. A turn that says [`Turn::Begin`] asks it to make a claim in the store:
+//! if that is refused, it tells [`Front::refused`], and takes the next turn.
 //!
 //! Promises: [`decide`] alone decides, and nothing executes without its decision. A front holds no
 //! connection between two reads, so waiting duplicates do not starve others. Every loop has a
@@ -23,9 +10,6 @@
 //!
 //! Cancel safety: dropped at any point, it owns nothing. Dropping [`Begin`] removes its entry from
 //! the map of runs.
-//!
-//! Not here: claim and execution, which each kind of operation does, and the form of answers
-//! (`http`, gRPC).
 
 mod answer;
 mod begin;
@@ -42,7 +26,7 @@ use self::begin::Ground;
 use super::endpoint::Registered;
 use super::engine::Core;
 use super::reply::Answered;
-use super::running::{Entry, NotEntered, Run, Waiting};
+use super::running::{NotEntered, Run, Waiting};
 use crate::error::{Invalid, StoreError};
 use crate::inbox::rules::horizon::Bounds;
 use crate::observe::{self, Noted};
@@ -50,15 +34,13 @@ use crate::operation::port::{Fenced, KeptBody, KeyClaim};
 use crate::operation::rules::decide::{KeyFound, Lost, NoKey, Request, TakeOver};
 use crate::operation::rules::route::{AfterExpiry, Requirement, WhileRunning};
 use crate::operation::rules::{
-    Canonical, Code, Decision, FingerprintWriter, Identity, Key, KeyFormat, Mode, Record, Scope, decide,
+    Canonical, Code, Decision, FingerprintWriter, Identity, Key, KeyFormat, Mode, Record, Route, Scope, decide,
 };
 use crate::time::db_time::DbTime;
 
 /// How many turns a request may take without waiting, until it is answered that the key is in use.
 const ROUNDS_MAX: u32 = 8;
-/// The first pause between two reads of a request that waits for another process.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// The longest such pause.
 const LOOK_EVERY_MAX: Duration = Duration::from_millis(500);
 
 /// The key of a request.
@@ -70,6 +52,18 @@ pub enum KeyGiven {
     Malformed(Invalid),
     /// The request was sent with this key.
     Given(Key),
+}
+
+impl KeyGiven {
+    /// The key under which an operation that claims every request takes this one: where the client
+    /// sent none and the route requires none, the server makes one (M17).
+    pub(super) fn or_own(self, route: &Route) -> Self {
+        if self != Self::Missing || route.requirement != Requirement::Optional {
+            return self;
+        }
+        let key = Key::parse(Uuid::now_v7().to_string().as_bytes(), KeyFormat::Opaque);
+        key.map_or_else(Self::Malformed, Self::Given)
+    }
 }
 
 /// A request as the engine sees it.
@@ -91,7 +85,6 @@ impl Canonical for NoCommand {
     fn write_canonical(&self, _: u32, _: &mut FingerprintWriter) {}
 }
 
-/// What the operation does next.
 #[derive(Debug)]
 pub(crate) enum Turn {
     /// Run without protection: the request has no key, and the route requires none.
@@ -104,7 +97,6 @@ pub(crate) enum Turn {
     Answer(Answered),
 }
 
-/// Which source the next turn asks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
     /// Neither the map nor the store was asked yet.
@@ -116,17 +108,15 @@ enum Stage {
     Refused,
 }
 
-/// The run or record that a decision is about.
 enum Seen {
     Nobody,
     Run(Arc<Run>),
     Record(Box<Record>, DbTime),
 }
 
-/// Takes the turns of one request.
 pub(crate) struct Front {
-    engine: Core,
-    endpoint: Registered,
+    pub(super) engine: Core,
+    pub(super) endpoint: Registered,
     asking: Asking,
     identity: Option<Identity>,
     home: Option<String>,
@@ -136,14 +126,12 @@ pub(crate) struct Front {
     /// The place among the duplicates that wait for this key.
     waiting: Option<Waiting>,
     look_every: Duration,
-    /// Whether the tenant has as many bytes stored as it may.
     over_bytes: bool,
     /// The body of the record that was read last, if the store returned it.
     body: Option<KeptBody>,
 }
 
 impl Core {
-    /// A [`Front`] for one request: it decides what the request gets.
     pub(crate) fn front(&self, endpoint: &Registered, asking: Asking) -> Front {
         let identity = match (&asking.scope, &asking.key) {
             (Some(scope), KeyGiven::Given(key)) => {
@@ -170,14 +158,6 @@ impl Core {
 }
 
 impl Front {
-    pub(crate) fn engine(&self) -> &Core {
-        &self.engine
-    }
-
-    pub(crate) fn endpoint(&self) -> &Registered {
-        &self.endpoint
-    }
-
     /// How long a claim may wait for its turn in a store with one writer at a time (O18): the
     /// `patience` of the store's calls.
     pub(crate) fn patience(&self) -> Duration {
@@ -202,7 +182,6 @@ impl Front {
         self.decide(KeyFound::NotAsked) == Decision::PassThrough
     }
 
-    /// Returns what the operation does next.
     pub(crate) async fn turn(&mut self) -> Turn {
         loop {
             let (decision, seen) = self.ask().await;
@@ -212,6 +191,17 @@ impl Front {
                 return turn;
             }
         }
+    }
+
+    /// As [`Self::turn`], for an operation that claims every request and needs no recovery: a claim
+    /// to make, or the answer.
+    pub(super) async fn claim_or_answer(&mut self) -> Result<Box<Begin>, Box<Answered>> {
+        Err(Box::new(match self.turn().await {
+            Turn::Begin(begin) => return Ok(begin),
+            Turn::Unkeyed => self.no_use_of_keys(),
+            Turn::Recover(record) => self.pending(record.operation_id),
+            Turn::Answer(answered) => answered,
+        }))
     }
 
     /// Returns a claim to insert without a read before it, when this is probably a first request
@@ -225,12 +215,10 @@ impl Front {
         let probable =
             self.stage == Stage::Fresh && self.endpoint.last_was_new() && !judges_age && !self.engine.has_quota();
         let looks = probable && self.decide(KeyFound::NotAsked) == Decision::Look;
-        if !looks || self.engine.running().get(&digest).is_some() {
+        if !looks || self.engine.inner.running.get(&digest).is_some() {
             return None;
         }
-        let claim = self.claim(&Ground::New)?;
-        let entry = self.enter(&claim, true, None).ok()?;
-        Some(Box::new(Begin { claim, ground: Ground::New, entry, claimed: AtomicBool::new(false) }))
+        self.enter(self.claim(&Ground::New)?, Ground::New, true, None).ok()
     }
 
     /// A transaction holds the claim of [`Self::claim_unseen`]. Returns whether it may execute;
@@ -261,17 +249,6 @@ impl Front {
     /// caller has made its claim and takes no more turns, but may hold this front for long.
     pub(super) fn forget_command(&mut self) {
         self.asking.command = Arc::new(NoCommand);
-    }
-
-    /// The same request under a key that the server makes: for an operation that must claim when
-    /// the client sent no key (M17). `None` where the route uses no key, whoever made it.
-    pub(crate) fn under_own_key(&self) -> Option<Self> {
-        if self.endpoint.route().requirement == Requirement::Off {
-            return None;
-        }
-        let key = Key::parse(Uuid::now_v7().to_string().as_bytes(), KeyFormat::Opaque).ok()?;
-        let asking = Asking { key: KeyGiven::Given(key), ..self.asking.clone() };
-        Some(self.engine.front(&self.endpoint, asking))
     }
 
     /// Reads the record again in the next turn: after a recovery, or when the answer of a commit
@@ -306,7 +283,7 @@ impl Front {
         if self.rounds > ROUNDS_MAX {
             return (Decision::InProgress(WhileRunning::Conflict), Seen::Nobody);
         }
-        let run = self.engine.running().get(&identity.digest());
+        let run = self.engine.inner.running.get(&identity.digest());
         if let Some(run) = &run {
             run.known().await;
         }
@@ -507,24 +484,31 @@ impl Front {
         }
         // A claim that is taken over counts already.
         let starts = !matches!(ground, Ground::TakeOver(_));
-        let entry = match self.enter(&claim, false, self.engine.open_per_tenant_max().filter(|_| starts)) {
-            Ok(entry) => entry,
+        match self.enter(claim, ground, false, self.engine.inner.open_per_tenant_max.filter(|_| starts)) {
+            Ok(begin) => {
+                self.waiting = None;
+                Some(Turn::Begin(begin))
+            }
             // Another request of this process was faster. The next turn finds it in the map.
-            Err(NotEntered::Runs) => return None,
-            Err(NotEntered::Full) => return Some(Turn::Answer(self.refusal(Decision::QuotaExceeded, None))),
-        };
-        self.waiting = None;
-        Some(Turn::Begin(Box::new(Begin { claim, ground, entry, claimed: AtomicBool::new(false) })))
+            Err(NotEntered::Runs) => None,
+            Err(NotEntered::Full) => Some(Turn::Answer(self.refusal(Decision::QuotaExceeded, None))),
+        }
     }
 
-    fn enter(&self, claim: &KeyClaim, tries: bool, at_most: Option<u32>) -> Result<Arc<Entry>, NotEntered> {
-        let (principal, fingerprint) = (claim.principal.clone(), claim.fingerprint.clone());
-        self.engine.running().enter(&claim.identity, principal, fingerprint, tries, at_most).map(Arc::new)
+    fn enter(
+        &self,
+        claim: KeyClaim,
+        ground: Ground,
+        tries: bool,
+        at_most: Option<u32>,
+    ) -> Result<Box<Begin>, NotEntered> {
+        let entry = Arc::new(self.engine.inner.running.enter(&claim, tries, at_most)?);
+        Ok(Box::new(Begin { claim, ground, entry, claimed: AtomicBool::new(false) }))
     }
 
     fn claim(&self, ground: &Ground) -> Option<KeyClaim> {
         let (Some(identity), Some(scope)) = (self.identity.clone(), &self.asking.scope) else { return None };
-        let principal = scope.mark(self.engine.keyring());
+        let principal = scope.mark(&self.engine.inner.keyring);
         let fingerprint = self.endpoint.fingerprinter().write(&*self.asking.command);
         let operation_id = match ground {
             Ground::New | Ground::Anew(_) => Uuid::now_v7(),
@@ -572,7 +556,7 @@ impl Front {
         if self.waiting.is_none()
             && let Some(identity) = &self.identity
         {
-            self.waiting = self.engine.running().wait(identity.digest(), route.waiters_max);
+            self.waiting = self.engine.inner.running.wait(identity.digest(), route.waiters_max);
         }
         self.waiting.is_some() && Instant::now() < until
     }

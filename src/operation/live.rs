@@ -14,7 +14,6 @@ use crate::operation::rules::versions::{SAID_EVERY, Versions};
 
 const AT_MOST: Duration = Duration::from_secs(1);
 
-/// The id of this process, and when it last recorded its versions.
 #[derive(Debug)]
 pub(super) struct Live {
     process: Uuid,
@@ -26,7 +25,6 @@ impl Live {
         Self { process: Uuid::now_v7(), said: Mutex::new(None) }
     }
 
-    /// Writes the versions of this process, if that is due.
     pub(super) async fn announce(&self, store: &dyn Keys, versions: &[Versions]) {
         if !self.is_due(versions.len()) {
             return;

@@ -1,16 +1,15 @@
 //! Phased operations: phases in transactions of their own, with calls of providers between them (O5
 //! to O9, O13, O22; M52, M53, M78 to M83).
 //!
-//! An author writes phases, and an adapter for each provider. A phase is a transaction that ends at
-//! a recovery point or with the intent to call a provider. The engine commits the bytes that it
-//! will send, sends them, stores every answer as evidence, decides from the evidence, and runs the
-//! next phase. After a crash at any point, a worker or the repeated request continues the operation
-//! from its last commit.
+//! A phase is a transaction that ends at a recovery point or with the intent to call a provider.
+//! The engine commits the bytes that it will send, sends them, stores every answer as evidence,
+//! decides from the evidence, and runs the next phase. After a crash at any point, a worker or the
+//! repeated request continues the operation from its last commit.
 //!
 //! | file | holds |
 //! |---|---|
 //! | `flow`, `phase`, `ends` | what an author writes, and how a phase may end |
-//! | `context`, `point` | the operation that a phase belongs to, and where it continues |
+//! | `context` | the operation that a phase belongs to, and where it continues |
 //! | `effect`, `provider`, `http` | effects, adapters, an adapter over HTTP |
 //! | `sending`, `webhook`, `email` | an operation with one effect: a signed webhook, an e-mail |
 //! | `identity` | identities derived from the operation |
@@ -20,13 +19,8 @@
 //! | `evidence`, `vault` | how observations are stored |
 //! | `registry`, `recovery` | the registered flows, and the worker |
 //!
-//! The worker is built with the service's flows, so it runs in the service's process:
-//! `Recovery::new(&phased, ..).run(stop)` beside the server, as in `examples/payments_api`, or in a
-//! separate binary of the same crate. The stock `publisher` has no flows and recovers nothing.
-//!
-//! Not here: what an answer proves and what the next step is
-//! ([`rules::provider`](crate::operation::rules::provider)), the stages (`rules::flow`), and the
-//! rows (`store`).
+//! The worker is built with the service's flows, so it runs in the service's process, as in
+//! `examples/payments_api`, or in a binary of the same crate.
 
 mod context;
 mod driver;
@@ -43,7 +37,6 @@ pub mod http;
 mod identity;
 mod opening;
 mod phase;
-mod point;
 mod provider;
 mod recovery;
 mod registry;
@@ -55,14 +48,13 @@ mod vault;
 pub mod webhook;
 
 pub use self::{
-    context::Context,
+    context::{Context, LocalPoint, SettledPoint},
     effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo},
     ends::{First, Local, Settled},
-    engine::{PhasedEngine, PhasedEngineError},
+    engine::PhasedEngine,
     flow::{Flow, FlowBuilder, FlowError},
     identity::{Identities, ProviderKey},
     phase::{FirstPhase, LocalPhase, Phase, SettledPhase},
-    point::{LocalPoint, SettledPoint},
     provider::{Asked, Call, Prepare, Provider, Sent},
     recovery::{Recovery, RecoveryOptions},
     registry::DriveSettings,

@@ -5,10 +5,6 @@
 //! bounded. Between two queries a tenant can exceed its quota by what it stores meanwhile.
 //!
 //! Cancel safety: if a request is dropped while it asks, the next request may ask.
-//!
-//! Not here: the sum itself
-//! ([`Keys::stored_of_tenant`](crate::operation::port::Keys::stored_of_tenant)), and the number of
-//! open operations (`running`).
 
 use std::collections::HashMap;
 use std::future::Future;

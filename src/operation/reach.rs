@@ -6,8 +6,6 @@
 //! an error.
 //!
 //! Promise: an outage is known after at most [`EVERY`] plus [`SIGN_MAX`], and so is its end.
-//!
-//! Not here: the answer to a request during an outage ([`Front`](super::Front)).
 
 use std::future::Future;
 use std::sync::{Arc, Mutex, PoisonError, Weak};

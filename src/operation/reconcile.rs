@@ -17,7 +17,7 @@ use super::endpoint::{Reconciled, Reconciling, Registered};
 use super::engine::Core;
 use crate::error::StoreError;
 use crate::operation::port::evidence::NewEvidence;
-use crate::operation::port::{Answer, AnswerBody, Basis, Fenced, KeyClaim, RunOutcome, late_runs};
+use crate::operation::port::{Answer, AnswerBody, Basis, Fenced, KeyClaim, Owned, RunOutcome, late_runs};
 use crate::operation::rules::Record;
 use crate::operation::rules::record::Tombstone;
 use crate::text::panic::panic_text;
@@ -58,14 +58,12 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) -> Opt
         };
         let encode = |reply| engine.encode(&endpoint, &record.identity, &record.fingerprint, &Kept::Whole(reply));
         let outcome = match found {
-            Reconciled::NotHappened => match engine.store().release(&owned).await {
-                Ok(Fenced::Done) => return,
-                Ok(Fenced::LostOwnership) => match ended(&engine, &endpoint, &record).await {
-                    Ok(outcome) => Ok(outcome),
-                    Err(error) => return unwritten(&endpoint, &error),
-                },
-                Err(error) => return unwritten(&endpoint, &error),
-            },
+            Reconciled::NotHappened => {
+                if let Err(error) = free(&engine, &endpoint, &record, &owned).await {
+                    unwritten(&endpoint, &error);
+                }
+                return;
+            }
             Reconciled::Failed(_) if late_success(&engine, &record).await => Ok(RunOutcome::Unknown),
             Reconciled::Unknown => Ok(success_of_late_run(&engine, &endpoint, &record).await),
             Reconciled::Completed(reply) => encode(reply).map(RunOutcome::Completed),
@@ -114,9 +112,22 @@ pub(super) async fn end_of_late_run(engine: &Core, endpoint: &Registered, seen: 
     Ok(true)
 }
 
-/// The outcome of a late run, by which the key was not freed.
-pub(super) async fn ended(engine: &Core, endpoint: &Registered, record: &Record) -> Result<RunOutcome, StoreError> {
-    Ok(how_it_ended(engine, record).await?.map_or(RunOutcome::Unknown, |run| outcome_of(endpoint, &run)))
+/// Frees the key of a claim. Returns false where the store refuses that, because a run that lost
+/// its lease has reported how it ended: that is the outcome then. Where somebody else took the
+/// claim over meanwhile, that write is refused too.
+pub(super) async fn free(
+    engine: &Core,
+    endpoint: &Registered,
+    record: &Record,
+    owned: &Owned,
+) -> Result<bool, StoreError> {
+    if engine.store().release(owned).await? == Fenced::Done {
+        return Ok(true);
+    }
+    let run = how_it_ended(engine, record).await?;
+    let outcome = run.map_or(RunOutcome::Unknown, |run| outcome_of(endpoint, &run));
+    engine.store().finish(owned, &outcome, &endpoint.route().retention).await?;
+    Ok(false)
 }
 
 /// The last report of runs that lost their lease. A success overrides a failure.

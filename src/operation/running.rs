@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
-use crate::operation::rules::{Fingerprint, Identity, PrincipalMark};
+use crate::operation::port::KeyClaim;
+use crate::operation::rules::{Fingerprint, PrincipalMark};
 
 #[derive(Debug)]
 pub(super) struct Run {
@@ -74,14 +75,8 @@ impl Running {
     /// run. `at_most`: how many runs of the tenant there may be, this one included. They are
     /// counted under the lock that the entry is made under, so that requests that come at once do
     /// not all find the same free place.
-    pub(super) fn enter(
-        &self,
-        identity: &Identity,
-        principal: PrincipalMark,
-        fingerprint: Fingerprint,
-        tries: bool,
-        at_most: Option<u32>,
-    ) -> Result<Entry, NotEntered> {
+    pub(super) fn enter(&self, claim: &KeyClaim, tries: bool, at_most: Option<u32>) -> Result<Entry, NotEntered> {
+        let identity = &claim.identity;
         let digest = identity.digest();
         let mut runs = self.lock();
         if runs.by_key.contains_key(&digest) {
@@ -92,8 +87,8 @@ impl Running {
             return Err(NotEntered::Full);
         }
         let run = Arc::new(Run {
-            principal,
-            fingerprint,
+            principal: claim.principal.clone(),
+            fingerprint: claim.fingerprint.clone(),
             since: Instant::now(),
             ended: CancellationToken::new(),
             known: CancellationToken::new(),
@@ -183,13 +178,18 @@ impl Drop for Entry {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use uuid::Uuid;
+
     use super::*;
+    use crate::operation::rules::{Identity, Mode};
 
     fn enter(map: &Running, key: &str, tries: bool, at_most: Option<u32>) -> Result<Entry, NotEntered> {
         let identity = Identity::from_stored(b"t1", b"nothing", key.as_bytes()).unwrap();
         let principal = format!("sha256:{}", "0".repeat(64)).parse().unwrap();
         let fingerprint = format!("1:sha256:{}", "0".repeat(64)).parse().unwrap();
-        map.enter(&identity, principal, fingerprint, tries, at_most)
+        let (operation_id, owner, lease) = (Uuid::nil(), Uuid::nil(), Duration::ZERO);
+        let claim = KeyClaim { identity, principal, fingerprint, mode: Mode::Edge, operation_id, owner, lease };
+        map.enter(&claim, tries, at_most)
     }
 
     // Shown by: an entry that does not count the runs of the tenant.

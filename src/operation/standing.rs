@@ -7,44 +7,31 @@
 //!
 //! What remains possible: another process that gets the key before the write succeeds executes it
 //! again, and so does this process after the time is over.
-//!
-//! Not here: which row is written, and when ([`transactional`](super::transactional),
-//! [`phased::opening`](super::phased)).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_util::future::BoxFuture;
-
 use super::engine::Core;
 use super::front::Begin;
 use crate::error::StoreError;
-use crate::operation::port::Basis;
 
 /// How long the write is retried, and the pause between two attempts.
 const TRIED_FOR: Duration = Duration::from_secs(60);
 const AGAIN: Duration = Duration::from_millis(250);
 
-/// Writes the row, if the record is still as the claim saw it.
-pub(super) type Stand<S, T> = for<'a> fn(&'a S, &'a T, Basis<'a>, Duration) -> BoxFuture<'a, Result<(), StoreError>>;
-
-/// Retries `stand` after the answer: a retry of the client that ran first would be a second effect
-/// (O1).
-pub(super) fn mark_unknown_later<S: Send + Sync + ?Sized + 'static, T: Send + Sync + 'static>(
+/// Retries `stand`, which writes the row if the record is still as the claim saw it, after the
+/// answer: a retry of the client that ran first would be a second effect (O1).
+pub(super) fn mark_unknown_later<F: Future<Output = Result<(), StoreError>> + Send + 'static>(
     engine: &Core,
-    store: Arc<S>,
     begin: &Begin,
-    what: T,
-    patience: Duration,
-    stand: Stand<S, T>,
+    stand: impl Fn() -> F + Send + 'static,
 ) {
-    let (engine, ground, operation) = (engine.clone(), begin.ground.clone(), begin.claim.operation_id);
-    let place = Arc::clone(&begin.entry);
+    let (place, operation) = (Arc::clone(&begin.entry), begin.claim.operation_id);
     let until = Instant::now() + TRIED_FOR;
-    engine.clone().spawn(async move {
+    engine.spawn(async move {
         while Instant::now() < until {
             tokio::time::sleep(AGAIN).await;
-            match stand(&store, &what, ground.basis(), patience).await {
+            match stand().await {
                 Ok(()) => return,
                 Err(error) => {
                     tracing::debug!(%operation, %error, "an operation that ended its transaction does not stand yet")

@@ -48,15 +48,10 @@ const STARTS_FOR: Duration = Duration::from_secs(10);
 const PAUSE_MAX: Duration = Duration::from_secs(3_600);
 
 impl Core {
-    /// Deletes expired data: bodies, then the records of every protected operation, at most about
-    /// `limit` of each, in bounded statements (M101). Returns how many bodies and records. Call it
-    /// regularly, in as many processes as you like.
-    ///
-    /// It also ends abandoned claims, at most `limit` of each operation, so that a process that
-    /// died leaves no operation in progress if its clients do not return. After the end of its
-    /// lease a claim of mode `edge` is reconciled if its route can, and otherwise becomes UNKNOWN
-    /// (O11); one of mode `bridged` is deleted (O2). A record that stays UNKNOWN is reconciled
-    /// again if its route can. The pauses double, from a lease up to an hour. No handler is called.
+    /// Deletes expired bodies, then the expired records of every protected operation, at most about
+    /// `limit` of each (M101). Returns how many. Call it regularly, in as many processes as you
+    /// like. It also ends claims whose process died and whose client does not return, and asks
+    /// again for outcomes that are unknown, where the route can (O11). No handler is called.
     ///
     /// # Errors
     /// The error of the store; what was deleted or ended before it stays so.
@@ -104,7 +99,7 @@ async fn end(engine: &Core, endpoint: &Registered, limit: u32, asks: &mut Vec<Re
     let stale = engine.store().stale(endpoint.operation(), limit).await?;
     let room = limit.saturating_sub(u32::try_from(stale.len()).unwrap_or(limit));
     // After an outage the next heartbeat of a run may come later than this sweep.
-    let runs_here = |record: &Record| engine.running().get(&record.identity.digest()).is_some();
+    let runs_here = |record: &Record| engine.inner.running.get(&record.identity.digest()).is_some();
     for record in stale {
         if runs_here(&record) {
             continue;
@@ -168,13 +163,9 @@ async fn mark_unknown(engine: &Core, endpoint: &Registered, record: &Record) -> 
 async fn free(engine: &Core, endpoint: &Registered, record: &Record) -> Result<(), StoreError> {
     let claim = reconcile::claim_of(endpoint, record);
     let Some(owned) = engine.store().claim(&claim, Basis::Reconcile(record)).await? else { return Ok(()) };
-    if engine.store().release(&owned).await? == Fenced::Done {
+    if reconcile::free(engine, endpoint, record, &owned).await? {
         let (operation, key) = (endpoint.operation(), record.identity.key().short_hash());
         tracing::info!(%operation, key, "an abandoned bridged claim was deleted: nothing took effect, and its key is free");
-        return Ok(());
     }
-    // Refused, because the run that lost its lease has reported how it ended: that is stored. Where
-    // somebody else took the claim over meanwhile, this write is refused too.
-    let outcome = reconcile::ended(engine, endpoint, record).await?;
-    engine.store().finish(&owned, &outcome, &endpoint.route().retention).await.map(drop)
+    Ok(())
 }

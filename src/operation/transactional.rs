@@ -11,8 +11,6 @@
 //! * An error, a panic and a timeout roll back and leave no row. After a transient error, such as a
 //!   deadlock, the handler runs again (R27).
 //! * The answer is encoded before COMMIT: an answer that cannot be stored is not committed.
-//!
-//! Not here: the decisions ([`Front`], [`doubt`](crate::operation::rules::doubt)).
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -28,7 +26,7 @@ use uuid::Uuid;
 use super::codec::{Kept, error_code};
 use super::endpoint::Registered;
 use super::engine::Engine;
-use super::front::{Asking, Begin, Front, KeyGiven, Turn};
+use super::front::{Asking, Begin, Front, KeyGiven};
 use super::reply::{Answered, Reply};
 use super::standing::mark_unknown_later;
 use crate::error::{HandlerError, StoreError};
@@ -43,7 +41,6 @@ use crate::operation::rules::{Canonical, Code, Outcome, Scope, State};
 use crate::store::base::Base;
 use crate::text::panic::panic_text;
 
-/// How many attempts are made while the database returns transient errors.
 const TRIES_MAX: u32 = 10;
 
 /// The transaction of one operation. Everything that is written through it commits together with
@@ -84,11 +81,10 @@ impl<'t, S: Base> EffectTx<'t, S> {
         crate::outbox::enqueue::enqueue(self.connection, message).await
     }
 
-    /// Enqueues a message in the same transaction, but only when the outcome is written: on
-    /// PostgreSQL in the same statement, which saves the round trip of [`Self::enqueue`]. These
-    /// messages come after all that `enqueue` and the connection wrote, in the order of the calls.
-    /// They are committed with every outcome that commits the effects. A rejection, which takes the
-    /// effects back, drops them; a savepoint to which the handler itself rolls back does not.
+    /// Enqueues a message in the same transaction, when the outcome is written: on PostgreSQL in
+    /// the same statement, which saves a round trip. These messages come after all that was written
+    /// before, in the order of the calls. A rejection drops them, as it takes all effects back; a
+    /// savepoint to which the handler itself rolls back does not.
     ///
     /// # Errors
     /// [`StoreError::Limit`] if a trace header is malformed or given twice. Other errors in the
@@ -131,11 +127,10 @@ enum Tried {
 impl<S: Operations + Base> Engine<S> {
     /// Runs a transactional operation once per key, and answers repeated requests (M1).
     ///
-    /// `handler` is called with the command and the transaction. After a deadlock it is called
-    /// again; nothing of the first call remains. [`Outcome::Completed`] commits. A binding
-    /// [`Outcome::Rejected`] takes the effects back and stores the refusal. [`Outcome::Unknown`]
-    /// commits and needs an operator. Every other outcome rolls everything back and frees the key.
-    /// An error rolls back and answers 500 `OPERATION_FAILED`.
+    /// After a deadlock the handler is called again; nothing of the first call remains.
+    /// [`Outcome::Completed`] commits. A binding [`Outcome::Rejected`] takes the effects back and
+    /// stores the refusal. [`Outcome::Unknown`] commits and needs an operator. Every other outcome
+    /// rolls everything back and frees the key; so does an error, which answers 500.
     ///
     /// # Cancel safety
     /// Dropped, the operation continues in its own task, and a retry with the same key finds its
@@ -156,22 +151,16 @@ impl<S: Operations + Base> Engine<S> {
             + 'static,
     {
         let command = Arc::new(command);
+        let key = key.or_own(endpoint.route());
         let asking = Asking { scope, key, command: Arc::clone(&command) as Arc<dyn Canonical + Send + Sync> };
         let mut front = self.front(endpoint, asking);
         // A request that executes nothing needs no task.
-        let (begin, unseen) = loop {
-            if let Some(begin) = self.store().claims_unseen().then(|| front.claim_unseen()).flatten() {
-                break (begin, true);
-            }
-            match front.turn().await {
-                Turn::Begin(begin) => break (begin, false),
-                Turn::Unkeyed => match front.under_own_key() {
-                    Some(keyed) => front = keyed,
-                    None => return front.no_use_of_keys(),
-                },
-                Turn::Recover(record) => return front.pending(record.operation_id),
-                Turn::Answer(answered) => return answered,
-            }
+        let (begin, unseen) = match self.store().claims_unseen().then(|| front.claim_unseen()).flatten() {
+            Some(begin) => (begin, true),
+            None => match front.claim_or_answer().await {
+                Ok(begin) => (begin, false),
+                Err(answered) => return *answered,
+            },
         };
         let handler = Box::new(Typed { command, handler, of: PhantomData });
         let execution = Execution { store: Arc::clone(self.store()) as Arc<dyn Operations>, front, handler };
@@ -201,7 +190,6 @@ trait Handle: Send + Sync {
     ) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>;
 }
 
-/// A handler that writes through the connections of one kind of database.
 struct Typed<S, C, F> {
     command: Arc<C>,
     handler: F,
@@ -235,8 +223,8 @@ struct Execution {
 impl Execution {
     /// `unseen`: the key is probably new, and its record was not read.
     async fn run(mut self, mut begin: Box<Begin>, unseen: bool) -> Answered {
-        let engine = self.front.engine().clone();
-        let mut place = engine.admission().at_once(self.front.endpoint().operation());
+        let engine = self.front.engine.clone();
+        let mut place = engine.inner.admission.at_once(self.front.endpoint.operation());
         let mut claimed = None;
         if unseen {
             // Without a place, the record is read instead: a stored answer needs no place.
@@ -248,7 +236,7 @@ impl Execution {
             }
             if claimed.is_none() {
                 drop((begin, place.take()));
-                begin = match self.turn().await {
+                begin = match self.front.claim_or_answer().await {
                     Ok(begin) => begin,
                     Err(answered) => return *answered,
                 };
@@ -257,7 +245,7 @@ impl Execution {
         loop {
             let held = match place.take() {
                 Some(place) => place,
-                None => match engine.admission().place(self.front.endpoint().operation()).await {
+                None => match engine.inner.admission.place(self.front.endpoint.operation()).await {
                     Some(place) => place,
                     None => return self.front.no_room(),
                 },
@@ -274,26 +262,17 @@ impl Execution {
             }
             // A request that waits for another run must hold no place.
             drop(held);
-            begin = match self.turn().await {
+            begin = match self.front.claim_or_answer().await {
                 Ok(begin) => begin,
                 Err(answered) => return *answered,
             };
         }
     }
 
-    async fn turn(&mut self) -> Result<Box<Begin>, Box<Answered>> {
-        Err(Box::new(match self.front.turn().await {
-            Turn::Begin(begin) => return Ok(begin),
-            Turn::Unkeyed => self.front.problem(Code::StoreUnavailable),
-            Turn::Recover(record) => self.front.pending(record.operation_id),
-            Turn::Answer(answered) => answered,
-        }))
-    }
-
     /// Makes a claim without a read. Returns `None` if the claim does not execute: drop `begin` and
     /// take a turn, which reads the record.
     async fn claim_unseen(&mut self, begin: &Begin) -> Result<Option<Box<dyn OperationTx>>, StoreError> {
-        let engine = self.front.engine();
+        let engine = &self.front.engine;
         let tx = match engine.reach().within(self.store.begin_unseen(&begin.claim)).await {
             Ok(Some(tx)) => tx,
             Ok(None) | Err(StoreError::Busy(_)) => return Ok(None),
@@ -311,7 +290,7 @@ impl Execution {
     /// Repeats the attempt while the database returns transient errors (R27), up to [`TRIES_MAX`]
     /// times and within the route's timeout.
     async fn tries(&self, begin: &Begin, mut claimed: Option<Box<dyn OperationTx>>) -> Tried {
-        let until = Instant::now() + self.front.endpoint().route().timeout;
+        let until = Instant::now() + self.front.endpoint.route().timeout;
         let mut tried = 0;
         loop {
             let end = self.try_once(begin, claimed.take()).await;
@@ -329,11 +308,11 @@ impl Execution {
     /// Makes one attempt. `claimed`: the transaction that already holds the claim.
     async fn try_once(&self, begin: &Begin, claimed: Option<Box<dyn OperationTx>>) -> Tried {
         let front = &self.front;
-        let route = front.endpoint().route();
+        let route = front.endpoint.route();
         let mut tx = match claimed {
             Some(tx) => tx,
             None => {
-                let (reach, store) = (front.engine().reach(), &self.store);
+                let (reach, store) = (front.engine.reach(), &self.store);
                 match reach.within(store.begin_operation(&begin.claim, begin.basis(), front.patience())).await {
                     Ok(Begun::Claimed(tx)) => tx,
                     Ok(Begun::Existing(_) | Begun::Locked) => return Tried::Refused,
@@ -361,7 +340,7 @@ impl Execution {
                 Tried::Again("execute", StoreError::Busy(sqlx::Error::Protocol(failed.message().to_owned())))
             }
             None => {
-                tracing::warn!(operation = %front.endpoint().operation(), key = front.short_key(), error = %failed, "the operation failed and was rolled back");
+                tracing::warn!(operation = %front.endpoint.operation(), key = front.short_key(), error = %failed, "the operation failed and was rolled back");
                 Tried::Answer(front.problem(Code::OperationFailed))
             }
         }
@@ -375,14 +354,14 @@ impl Execution {
         mut sent: Sent,
     ) -> Tried {
         let front = &self.front;
-        let (endpoint, claim) = (front.endpoint(), &begin.claim);
+        let (endpoint, claim) = (&front.endpoint, &begin.claim);
         let settle = outcome.settle(Run::of(endpoint.route(), Reached::Started));
         let reply = outcome.into_answer();
         let Settle::Finish(state) = settle else {
             return self.roll_back(begin, tx, false).await.unwrap_or(Tried::Done(reply));
         };
         let kept = Kept::Whole(reply.clone());
-        let answer = match front.engine().encode(endpoint, &claim.identity, &claim.fingerprint, &kept) {
+        let answer = match front.engine.encode(endpoint, &claim.identity, &claim.fingerprint, &kept) {
             Ok(answer) => answer,
             Err(error) => {
                 tracing::error!(operation = %endpoint.operation(), %error, "an answer could not be sealed: nothing is committed");
@@ -433,7 +412,7 @@ impl Execution {
         if error.is_transient() {
             return Tried::Again(stage, error);
         }
-        tracing::warn!(operation = %self.front.endpoint().operation(), stage, %error, "the operation could not be committed");
+        tracing::warn!(operation = %self.front.endpoint.operation(), stage, %error, "the operation could not be committed");
         Tried::Answer(self.front.problem(Code::OperationFailed))
     }
 
@@ -443,7 +422,7 @@ impl Execution {
     /// database itself may have ended the transaction (R27). If the store proves that nothing was
     /// committed, the key stays free.
     async fn roll_back(&self, begin: &Begin, mut tx: Box<dyn OperationTx>, transient: bool) -> Option<Tried> {
-        let budget = self.front.endpoint().route().completion_budget;
+        let budget = self.front.endpoint.route().completion_budget;
         match tokio::time::timeout(budget, tx.undo_effects()).await {
             Ok(Ok(Proof::Same)) => {
                 rolled_back(tx).await;
@@ -506,17 +485,14 @@ impl Execution {
             _ => Ok(()),
         };
         if let Err(error) = written {
-            tracing::error!(operation = %front.endpoint().operation(), key = front.short_key(), %error, "an operation that ended its transaction could not be marked as unknown");
+            tracing::error!(operation = %front.endpoint.operation(), key = front.short_key(), %error, "an operation that ended its transaction could not be marked as unknown");
             if aftermath == Aftermath::InsertUnknown {
-                let (engine, patience) = (front.engine(), front.patience());
-                mark_unknown_later(
-                    engine,
-                    Arc::clone(store),
-                    begin,
-                    claim.clone(),
-                    patience,
-                    |store, claim, basis, patience| store.stand_unknown(claim, basis, patience).boxed(),
-                );
+                let (store, claim, ground) = (Arc::clone(store), claim.clone(), begin.ground.clone());
+                let patience = front.patience();
+                mark_unknown_later(&front.engine, begin, move || {
+                    let (store, claim, ground) = (Arc::clone(&store), claim.clone(), ground.clone());
+                    async move { store.stand_unknown(&claim, ground.basis(), patience).await }
+                });
             }
         }
         Tried::Answer(front.problem(code))

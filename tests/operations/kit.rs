@@ -10,8 +10,9 @@ use futures_util::future::BoxFuture;
 use oncebox::HandlerError;
 use oncebox::http::idempotency::{IdempotencyScope, JsonCommand};
 use oncebox::operation::{
-    Answered, Code, EffectTx, Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Identity, Key,
-    KeyFormat, KeyGiven, Keyring, Mode, Outcome, Problem, Record, Registered, Reply, Route, Scope, State,
+    Answered, Code, EffectTx, Endpoint, Engine, EngineOptions, FingerprintWriter, Fingerprinter, IdempotentCommand,
+    Identity, Key, KeyFormat, KeyGiven, Keyring, Mode, Outcome, Problem, Record, Registered, Reply, Route, Scope,
+    State,
 };
 use oncebox::sqlx::{AssertSqlSafe, Database, query_scalar, raw_sql};
 use oncebox::store::OperationStore;
@@ -312,10 +313,11 @@ pub(crate) fn identity(tenant: &str, key: &str) -> Identity {
 
 /// A claim of tenant `t1` for the command with the text `a`, without a request.
 pub(crate) fn claim(endpoint: &Registered, key: &str, mode: Mode, lease: Duration) -> KeyClaim {
+    let fingerprinter = Fingerprinter::new(endpoint.operation().clone(), 1..=1, None, Keyring::plain()).unwrap();
     KeyClaim {
         identity: identity("t1", key),
         principal: scope("t1", "p1").mark(&Keyring::plain()),
-        fingerprint: endpoint.fingerprinter().write(&put("a")),
+        fingerprint: fingerprinter.write(&put("a")),
         mode,
         operation_id: uuid::Uuid::now_v7(),
         owner: uuid::Uuid::now_v7(),

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use oncebox::StoreError;
 use oncebox::operation::{
-    Durability, Effects, Endpoint, EndpointError, Engine, EngineOptions, Identity, Key, KeyFormat, Keyring, Mode,
-    Retention, Route, Scope, State,
+    Durability, Effects, Endpoint, Engine, EngineOptions, Identity, Key, KeyFormat, Keyring, Mode, Retention, Route,
+    Scope, State,
 };
 use oncebox::store::redis::{RedisKeys, RedisOptions};
 use oncebox::store::{Answer, AnswerBody, Basis, Fenced, KeptBody, KeyClaim, Keys, Owned, RunOutcome};
@@ -156,7 +156,6 @@ async fn m120_o25_a_quota_on_stored_bytes_is_refused_at_start() {
         EngineOptions { stored_bytes_per_tenant_max: Some(1 << 20), ..EngineOptions::default() },
     );
     let refused = bounded.protect(Endpoint::raw("send_receipt", repeatable.clone())).unwrap_err();
-    assert!(matches!(refused, EndpointError::StoredBytes), "{refused}");
     assert!(refused.to_string().contains("stored_bytes_per_tenant_max"), "{refused}");
     Engine::new(fixture.store().clone(), EngineOptions::default())
         .protect(Endpoint::raw("send_receipt", repeatable))

@@ -10,7 +10,7 @@ use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::{Bodies, Pending, PendingBody};
+use super::{Bodies, Pending};
 use crate::client::request::{KEY_HEADER, Request, is_credential};
 use crate::operation::rules::Key;
 use crate::operation::rules::key::KeyFormat;
@@ -20,7 +20,6 @@ const VERSION: u32 = 1;
 #[cfg(feature = "encrypt")]
 const NONCE_BYTES: usize = 24;
 
-/// The line of JSON.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Entry {
@@ -124,7 +123,6 @@ impl Entry {
         Ok([&line[..], b"\n", &sealed].concat())
     }
 
-    /// Decodes an entry into a pending operation.
     pub(super) fn open(bytes: &[u8], bodies: &Bodies) -> Result<Pending, String> {
         let end = bytes.iter().position(|&byte| byte == b'\n').ok_or("it has no first line")?;
         let (line, sealed) = (&bytes[..end], &bytes[end + 1..]);
@@ -132,17 +130,18 @@ impl Entry {
         if entry.version != VERSION {
             return Err(format!("version {} is not known here", entry.version));
         }
-        let (place, body) = match (entry.place, &entry.body_sha256, bodies) {
+        let (place, (body, digest)): (Place, (_, [u8; 32])) = match (entry.place, &entry.body_sha256, bodies) {
             (Some(place), Some(digest), _) => {
                 let digest = unhex(digest).and_then(|bytes| bytes.try_into().ok()).ok_or("its digest is none")?;
-                (place, PendingBody::Digest(digest))
+                (place, (None, digest))
             }
             #[cfg(feature = "encrypt")]
             (None, None, Bodies::Encrypted(cipher)) => {
                 let opened = cipher.open(line, sealed)?;
                 let end = opened.iter().position(|&byte| byte == b'\n').ok_or("what is sealed has no first line")?;
                 let place = serde_json::from_slice(&opened[..end]).map_err(|error| error.to_string())?;
-                (place, PendingBody::Kept(opened[end + 1..].to_vec()))
+                let body = &opened[end + 1..];
+                (place, (Some(body.to_vec()), Sha256::digest(body).into()))
             }
             (None, None, Bodies::Digest) => {
                 return Err(format!("{} sealed bytes, and no secret is given", sealed.len()));
@@ -160,6 +159,7 @@ impl Entry {
             url: place.url,
             headers,
             body,
+            digest,
             first_sent_at: SystemTime::UNIX_EPOCH + Duration::from_millis(entry.first_sent_at_ms),
         })
     }
@@ -227,7 +227,7 @@ mod tests {
             assert!(!String::from_utf8_lossy(&bytes).contains(part), "{part}");
         }
         let pending = Entry::open(&bytes, &bodies).unwrap();
-        assert_eq!(pending.body, PendingBody::Kept(request.body.clone()));
+        assert_eq!(pending.body, Some(request.body.clone()));
         assert_eq!((pending.url.as_str(), pending.headers.len()), (request.url.as_str(), 1));
         for at in 0..bytes.len() {
             let mut changed = bytes.clone();

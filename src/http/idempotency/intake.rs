@@ -24,7 +24,6 @@ use crate::operation::{Asking, BodyPermit, Core, Front, KeyGiven, NoCommand, Pro
 #[derive(Debug, Clone)]
 pub struct IdempotencyScope(pub Scope);
 
-/// Reads the key from the headers of a request.
 pub(super) fn key_in(headers: &HeaderMap, format: KeyFormat) -> KeyGiven {
     let lines: Vec<&[u8]> = headers.get_all("idempotency-key").iter().map(|value| value.as_bytes()).collect();
     match Key::from_header(&lines, format) {
@@ -34,7 +33,6 @@ pub(super) fn key_in(headers: &HeaderMap, format: KeyFormat) -> KeyGiven {
     }
 }
 
-/// The scope of a request, if authentication set one.
 pub(super) fn scope_in(parts: &Parts) -> Option<Scope> {
     parts.extensions.get::<IdempotencyScope>().map(|scope| scope.0.clone())
 }

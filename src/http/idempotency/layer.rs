@@ -3,8 +3,6 @@
 //! The layer suppresses concurrent duplicates and replays outcomes. If the process dies between the
 //! effect of the handler and the outcome, the key becomes UNKNOWN, unless the handler ends with
 //! [`IdempotencyGuard::commit`](super::IdempotencyGuard::commit).
-//!
-//! Not here: the decisions, and how the end of a run is judged ([`Engine::execute_edge`]).
 
 use std::convert::Infallible;
 use std::fmt;
@@ -46,8 +44,7 @@ impl<S: Keys> IdempotencyLayer<S> {
     /// Protects an operation of mode `edge` or `bridged`.
     ///
     /// # Errors
-    /// As [`Engine::protect`](crate::operation::Core::protect); [`EndpointError::Door`] for any
-    /// other mode.
+    /// As [`Engine::protect`](crate::operation::Core::protect); any other mode.
     pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
         let endpoint = endpoint.served_by("the layer", &[Mode::Edge, Mode::Bridged])?;
         Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)? })

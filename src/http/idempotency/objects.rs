@@ -31,7 +31,6 @@ pub fn read_json<T: DeserializeOwned>(body: &[u8]) -> Result<T, serde_json::Erro
 /// A deserializer (or a part of one) that accepts only objects for structs.
 struct Strict<T>(T);
 
-/// The visitor of such a deserializer.
 struct Visits<V> {
     visitor: V,
     for_struct: bool,

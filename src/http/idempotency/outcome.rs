@@ -1,8 +1,5 @@
 //! Reads the outcome of a run from the response of its handler: the tag, and the part that can be
 //! stored.
-//!
-//! Not here: how the outcome is judged
-//! ([`Engine::execute_edge`](crate::operation::Engine::execute_edge)).
 
 use std::time::Duration;
 
@@ -71,7 +68,6 @@ pub(super) async fn reply_of(response: Response, within: Duration) -> Result<Rep
     Ok(Reply { body: body.map_err(|unended| format!("the body of the answer {}", unended.why))?, ..head })
 }
 
-/// A body that could not be read to its end.
 struct Unended {
     /// What it did, as the rest of a sentence.
     why: String,

@@ -52,7 +52,6 @@ pub fn respond(answered: Answered) -> Response {
     }
 }
 
-/// Turns an operation's own answer into a response.
 pub(super) fn reply_response(reply: Reply, replayed: bool) -> Response {
     let status = StatusCode::from_u16(reply.status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
     // Responses with these statuses have no body, whatever was stored.

@@ -78,12 +78,6 @@ pub struct Scoped<C> {
     pub command: C,
 }
 
-impl<C: Canonical> Canonical for Scoped<C> {
-    fn write_canonical(&self, version: u32, writer: &mut FingerprintWriter) {
-        self.command.write_canonical(version, writer);
-    }
-}
-
 /// A command, its sender and its key, read from a request; for your own operations.
 #[derive(Debug)]
 pub struct Taken<C> {
@@ -97,7 +91,7 @@ pub struct Taken<C> {
 
 impl<C: Canonical> Canonical for Taken<C> {
     fn write_canonical(&self, version: u32, writer: &mut FingerprintWriter) {
-        self.scoped.write_canonical(version, writer);
+        self.scoped.command.write_canonical(version, writer);
     }
 }
 
@@ -112,8 +106,7 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
     /// Registers a transactional operation with the engine.
     ///
     /// # Errors
-    /// As [`Engine::protect`](crate::operation::Core::protect); [`EndpointError::Door`] for any
-    /// other mode.
+    /// As [`Engine::protect`](crate::operation::Core::protect); any other mode.
     pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
         Self::registered(engine, endpoint.served_by("a typed operation", &[Mode::Transactional])?)
     }

@@ -1,7 +1,6 @@
 //! Which parts of the answers of one operation are kept, and which cannot be.
 
 use super::headers;
-use crate::operation::endpoint::EndpointError;
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(in crate::operation) struct Keeping {
@@ -10,12 +9,13 @@ pub(in crate::operation) struct Keeping {
 }
 
 impl Keeping {
-    pub(in crate::operation) fn validate(&self) -> Result<(), EndpointError> {
+    pub(in crate::operation) fn validate(&self) -> Result<(), String> {
         if let Some(name) = self.headers.iter().find(|name| headers::is_never(name)) {
-            return Err(EndpointError::Header(name.clone()));
+            let why = "is never stored: it belongs to one answer, one connection or one caller";
+            return Err(format!("the header `{name}` {why}"));
         }
         match self.redact.iter().find(|pointer| !pointer.starts_with('/')) {
-            Some(pointer) => Err(EndpointError::Pointer(pointer.clone())),
+            Some(pointer) => Err(format!("`{pointer}` is no JSON pointer: it begins with `/`")),
             None => Ok(()),
         }
     }

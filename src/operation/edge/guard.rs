@@ -30,7 +30,6 @@ pub(crate) struct Progress(Arc<Far>);
 struct Far {
     /// The body has a wrapped extractor, which sets `started`.
     met: AtomicBool,
-    /// The operation's own code has begun.
     started: AtomicBool,
     committed: Mutex<Committed>,
 }
@@ -76,7 +75,6 @@ impl Progress {
         }
     }
 
-    /// The answer that the guard has committed.
     pub(super) fn stored(&self) -> Option<Reply> {
         match &*self.committed() {
             Committed::Yes(reply) => Some(reply.clone()),
@@ -143,7 +141,6 @@ impl<S: Keys> Guard<S> {
         self.owned.operation_id
     }
 
-    /// How far this run has come.
     pub(crate) fn progress(&self) -> &Progress {
         &self.progress
     }
@@ -153,24 +150,19 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
     /// Writes the outcome in the handler's own transaction, commits both together, and returns the
     /// answer. A status below 400 is a success; any other is a failure that is replayed.
     ///
-    /// From then on this answer is the outcome, even if other layers change the response. A handler
-    /// that reports a success without this call has not succeeded: its key becomes UNKNOWN, and the
-    /// request gets 500 `IDEMPOTENCY_TRANSACTION_ENDED`, because a handler that commits by itself
-    /// would run again after a kill. A failure or a panic without this call makes the key UNKNOWN
-    /// too, unless the handler returns
-    /// [`Outcome::Retryable`](crate::operation::rules::Outcome::Retryable) to say that it has
+    /// From then on this answer is the outcome, even if other layers change the response. Any end
+    /// of the handler without this call makes the key UNKNOWN, also a reported success, because a
+    /// handler that commits by itself would run again after a kill. Only
+    /// [`Outcome::Retryable`](crate::operation::rules::Outcome::Retryable) says that it has
     /// committed nothing.
     ///
-    /// The database may refuse a transaction above READ COMMITTED here (SQLSTATE 40001,
-    /// [`StoreError::Busy`]): when it conflicts with another transaction, or when the lease was
-    /// extended after the transaction's first statement, as happens in a handler that runs longer
-    /// than a third of its lease. The request gets 503, and the same key runs again.
+    /// Above READ COMMITTED the database may refuse the transaction here ([`StoreError::Busy`]),
+    /// also because the lease was extended after its first statement, as happens in a handler that
+    /// runs longer than a third of its lease. The request gets 503, and the same key runs again.
     ///
     /// # Errors
-    /// [`GuardError`]. Except after two errors, the transaction was rolled back: after
-    /// [`StoreError::CommitUnknown`] its outcome is unknown, and [`StoreError::Fenced`] says that
-    /// the handler has ended the transaction itself. Each of the three steps (check of the
-    /// transaction, outcome, COMMIT) may take the route's completion budget.
+    /// [`GuardError`]. The transaction was rolled back, except after [`StoreError::CommitUnknown`],
+    /// and after [`StoreError::Fenced`]: the handler has ended the transaction itself.
     ///
     /// # Cancel safety
     /// None: the outcome of a dropped commit is unknown. The layer does not drop handlers.

@@ -18,8 +18,8 @@ use crate::time::pace::sleep_unless;
 /// Whoever writes the outcome cancels `stop`: the outcome ends the claim, and the next heartbeat
 /// would count the ended claim as a lost lease.
 pub(super) fn renew(front: &Front, owned: Owned, stop: CancellationToken) -> DropGuard {
-    let (engine, lease) = (front.engine().clone(), front.endpoint().route().lease);
-    let (operation, key) = (front.endpoint().operation().clone(), front.short_key());
+    let (engine, lease) = (front.engine.clone(), front.endpoint.route().lease);
+    let (operation, key) = (front.endpoint.operation().clone(), front.short_key());
     let stopped = stop.clone();
     engine.clone().spawn(async move {
         let beats = Lease::renewed_after(lease);

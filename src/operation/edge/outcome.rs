@@ -20,9 +20,7 @@ use crate::operation::rules::classify::Settle;
 use crate::operation::rules::record::Tombstone;
 use crate::operation::rules::{Code, Mode, Record, State};
 
-/// The first pause between two attempts to write an outcome.
 const AGAIN: Duration = Duration::from_millis(100);
-/// The longest such pause; the pause doubles each time.
 const AGAIN_MAX: Duration = Duration::from_secs(2);
 
 struct End {
@@ -50,11 +48,11 @@ impl Edge {
         answer: EdgeAnswer<T>,
         tell: impl FnOnce(EdgeAnswer<T>),
     ) {
-        let budget = self.front.endpoint().route().completion_budget;
+        let budget = self.front.endpoint.route().completion_budget;
         let mut end = self.end(settle, kept);
-        let reach = self.front.engine().reach();
+        let reach = self.front.engine.reach();
         let first = tokio::time::timeout(budget, reach.within(self.write(&self.owned, &end))).await;
-        let until = Instant::now() + self.front.endpoint().route().lease;
+        let until = Instant::now() + self.front.endpoint.route().lease;
         match first {
             Ok(Ok(Fenced::Done)) => {
                 drop(heart);
@@ -69,10 +67,10 @@ impl Edge {
             }
             Ok(Err(error)) => {
                 shorten(&mut end.outcome, &error);
-                tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), %error, "an outcome could not be written");
+                tracing::warn!(operation = %self.front.endpoint.operation(), key = self.front.short_key(), %error, "an outcome could not be written");
             }
             Err(_) => {
-                tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), "writing an outcome took too long");
+                tracing::warn!(operation = %self.front.endpoint.operation(), key = self.front.short_key(), "writing an outcome took too long");
             }
         }
         self.front.note(Noted::StoreError("complete"));
@@ -95,7 +93,7 @@ impl Edge {
                 }
             }
         }
-        tracing::error!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), ?settle, "the outcome could not be written within a lease: it becomes unknown");
+        tracing::error!(operation = %self.front.endpoint.operation(), key = self.front.short_key(), ?settle, "the outcome could not be written within a lease: it becomes unknown");
     }
 
     fn end(&self, settle: Settle, kept: Option<&Kept>) -> End {
@@ -110,7 +108,7 @@ impl Edge {
     }
 
     fn outcome(&self, state: State, kept: Option<&Kept>) -> RunOutcome {
-        let (engine, endpoint, claim) = (self.front.engine(), self.front.endpoint(), &self.begin.claim);
+        let (engine, endpoint, claim) = (&self.front.engine, &self.front.endpoint, &self.begin.claim);
         let code = match kept {
             Some(Kept::Whole(reply)) => error_code(endpoint.endpoint(), reply),
             _ => None,
@@ -129,9 +127,9 @@ impl Edge {
     }
 
     async fn write(&self, owned: &Owned, end: &End) -> Result<Fenced, StoreError> {
-        let store = self.front.engine().store();
+        let store = self.front.engine.store();
         match &end.outcome {
-            Some(outcome) => store.finish(owned, outcome, &self.front.endpoint().route().retention).await,
+            Some(outcome) => store.finish(owned, outcome, &self.front.endpoint.route().retention).await,
             None => store.release(owned).await,
         }
     }
@@ -154,8 +152,8 @@ impl Edge {
             status,
             bytes: Sealed::default(),
         };
-        if let Err(error) = self.front.engine().store().observe_run(&evidence).await {
-            tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), verdict, status, %error, "the outcome of a run that lost its lease could not be kept as evidence");
+        if let Err(error) = self.front.engine.store().observe_run(&evidence).await {
+            tracing::warn!(operation = %self.front.endpoint.operation(), key = self.front.short_key(), verdict, status, %error, "the outcome of a run that lost its lease could not be kept as evidence");
         }
     }
 
@@ -167,7 +165,7 @@ impl Edge {
     /// nobody runs the record, this run takes it over with a fenced claim and writes the outcome.
     /// If this process dies before that, a retry is answered from the evidence.
     async fn late(&self, end: &End) -> bool {
-        let store = self.front.engine().store();
+        let store = self.front.engine.store();
         let look = store.find(&self.owned.identity).await;
         // An earlier write whose answer was lost has succeeded.
         let ours = |record: &Record| record.operation_id == self.owned.operation_id;
@@ -216,7 +214,7 @@ impl Edge {
     async fn settled(&self) -> Result<Look, StoreError> {
         let mut pause = AGAIN;
         loop {
-            match self.front.engine().store().find_settled(&self.owned.identity).await {
+            match self.front.engine.store().find_settled(&self.owned.identity).await {
                 Err(error) if error.is_transient() && pause < AGAIN_MAX => {
                     tokio::time::sleep(pause).await;
                     pause *= 2;
@@ -228,7 +226,7 @@ impl Edge {
 
     /// Logs that the outcome is stored only as evidence.
     fn anothers(&self, record: &Record) -> bool {
-        tracing::warn!(operation = %self.front.endpoint().operation(), key = self.front.short_key(), state = %record.state, "a run ended whose key is another's by now: its outcome is evidence, and is not replayed");
+        tracing::warn!(operation = %self.front.endpoint.operation(), key = self.front.short_key(), state = %record.state, "a run ended whose key is another's by now: its outcome is evidence, and is not replayed");
         false
     }
 }

@@ -19,7 +19,6 @@ use crate::time::db_time::DbTime;
 const FULL: Duration = Duration::from_secs(30);
 
 impl Front {
-    /// A problem with this code and the values of its table.
     pub(crate) fn problem(&self, code: Code) -> Answered {
         Answered::Problem(Problem::new(code))
     }

@@ -1,7 +1,4 @@
 //! A claim that a front has decided to make, and its place in the map of runs.
-//!
-//! Not here: the decision ([`Front`](super::Front)), and the claim itself, which each kind of
-//! operation makes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

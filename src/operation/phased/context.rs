@@ -1,12 +1,18 @@
-//! The operation that a phase belongs to: its id, its tenant, and the identities derived from it.
-//!
-//! Not here: the derivation ([`identity`](super::identity)), and the transaction of the phase
-//! ([`phase`](super::phase)).
+//! The operation that a phase belongs to, and the points at which it continues after a commit.
 
 use uuid::Uuid;
 
 use super::identity::Identities;
 use crate::operation::rules::Identity;
+
+/// A recovery point before the first intent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LocalPoint(pub &'static str);
+
+/// A recovery point after an effect is settled. It is another type, because a phase before the
+/// first intent may end in ways that a later one may not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SettledPoint(pub &'static str);
 
 /// The facts about its operation that a phase may use.
 #[derive(Debug, Clone)]
@@ -16,8 +22,8 @@ pub struct Context {
 }
 
 impl Context {
-    pub(super) fn new(identities: Identities, identity: Identity) -> Self {
-        Self { identities, identity }
+    pub(super) fn new(deployment: Uuid, operation_id: Uuid, identity: Identity) -> Self {
+        Self { identities: Identities::new(deployment, operation_id), identity }
     }
 
     /// The id of the operation that the phase belongs to.
@@ -26,7 +32,7 @@ impl Context {
         self.identities.operation_id()
     }
 
-    /// Derives the identities of rows, messages and effects.
+    /// Derives the ids of rows.
     #[must_use]
     pub fn identities(&self) -> Identities {
         self.identities

@@ -17,9 +17,6 @@
 //!
 //! Its folder has the calls ([`call`]), what follows a phase that did not advance its operation
 //! ([`rerun`]), and the release of an operation ([`leaving`]).
-//!
-//! Not here: the first phase ([`opening`](super::opening)), and the choice of the next step
-//! ([`provider`](crate::operation::rules::provider)).
 
 mod call;
 mod leaving;
@@ -54,7 +51,6 @@ use crate::time::pace::sleep_unless;
 use crate::time::retry;
 use crate::time::since::Since;
 
-/// Why a provider is queried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Asks {
     /// The strategy of the effect allows nothing else.
@@ -73,7 +69,6 @@ pub(super) fn before_try(number: u32) -> Duration {
     Duration::from_millis(fastrand::u64(1..=10) << number.min(TRIES))
 }
 
-/// The state of an operation when its driver ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
     /// The outcome is known and stored.
@@ -85,7 +80,6 @@ pub(super) enum End {
     Lost,
 }
 
-/// How a driver got its operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Came {
     /// It has just committed the first phase.
@@ -120,19 +114,16 @@ pub(super) struct Driver {
     came: Came,
     /// Whether a provider answered: a provider that is away counts no attempt (G10).
     reached: bool,
-    /// How many calls of this drive proved nothing.
     vain: u32,
     /// Whether a call could not even be made, for a reason on our side.
     unmade: bool,
     /// How often work ran again after transient errors since the last commit.
     again: u32,
-    /// Whether this driver stored proof of an effect.
     proof: bool,
     /// Taken before the last read, so it is never later than the database time of that read.
     read_at: Since,
     /// Whether the provider was just queried before a resend.
     asked: bool,
-    /// The answer that this driver wrote with the outcome.
     reply: Option<Reply>,
 }
 
@@ -154,6 +145,7 @@ impl Driver {
         (member, context, command, fingerprint): Ready,
         hold: Hold,
         came: Came,
+        fresh: Option<&'static str>,
         stop: CancellationToken,
     ) -> Self {
         Self {
@@ -166,7 +158,7 @@ impl Driver {
             hold,
             fingerprint,
             stop,
-            fresh: None,
+            fresh,
             came,
             reached: false,
             vain: 0,
@@ -176,13 +168,6 @@ impl Driver {
             asked: false,
             reply: None,
         }
-    }
-
-    /// Sends this effect first. Its intent was committed with the first phase, and so was the
-    /// beginning of its first send.
-    pub(super) fn intending(mut self, effect: Option<&'static str>) -> Self {
-        self.fresh = effect;
-        self
     }
 
     /// Drives until the operation ends, waits or is lost. An error of the database ends the drive:
@@ -224,7 +209,6 @@ impl Driver {
         self.again <= TRIES
     }
 
-    /// Reads the state of the operation and does one step.
     async fn turn(&mut self) -> Result<Next, StoreError> {
         if self.hold.is_lost() {
             return Ok(Next::End(End::Lost));
@@ -297,7 +281,7 @@ impl Driver {
             Err(next) => return Ok(Err(next)),
         };
         let given = Given { tx: tx.as_mut(), context: &self.context, command: &self.command, settled };
-        let ended = guarded(self.member.timeout(), code.run(given)).await;
+        let ended = guarded(self.member.route().timeout, code.run(given)).await;
         Ok(match ended {
             Ok(end) => Ok((tx, end)),
             Err(error) => Err(self.failed(tx, stored, &error).await?),
@@ -495,7 +479,7 @@ impl Driver {
         failure: Option<Option<String>>,
     ) -> Result<Next, StoreError> {
         let outcome = outcome(&self.member, &self.phased, &self.context, &self.fingerprint, reply, failure)?;
-        let moved = tx.finish(from, &outcome, &self.member.retention()).await?;
+        let moved = tx.finish(from, &outcome, &self.member.route().retention).await?;
         let next = self.commit(tx, moved).await?;
         // Shown only if the next read finds the outcome.
         self.reply = Some(reply.clone());

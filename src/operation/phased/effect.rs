@@ -3,16 +3,12 @@
 //!
 //! The types enforce two rules: every effect has a strategy; and a phase can end as failed only
 //! with a [`Proven`], which only the driver makes, from evidence that settled an effect.
-//!
-//! Not here: what settles an effect
-//! ([`rules::provider`](crate::operation::rules::provider)).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use super::context::Context;
+use super::context::{Context, SettledPoint};
 use super::identity::ProviderKey;
-use super::point::SettledPoint;
 use super::provider::{Prepare, Provider};
 use crate::error::HandlerError;
 use crate::operation::rules::provider::{Settled, Strategy};
@@ -28,7 +24,6 @@ pub struct Effect<P> {
 #[derive(Debug)]
 pub struct Undo<P>(pub(super) Effect<P>);
 
-/// The registered part of an effect.
 #[derive(Debug, Clone)]
 pub(super) struct Declared {
     pub(super) name: &'static str,
@@ -168,7 +163,6 @@ impl Declared {
         }
     }
 
-    /// The settlement of this effect for a proven outcome.
     pub(super) fn settlement(&self, settled: Settled) -> Settlement {
         match (self.undoes, settled) {
             (None, Settled::Succeeded) => Settlement::Succeeded,

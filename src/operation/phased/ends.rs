@@ -61,12 +61,9 @@
 //!     }
 //! }
 //! ```
-//!
-//! Not here: the stages ([`flow`](crate::operation::rules::flow)), and which end leads to which
-//! ([`driver`](super::driver), for the first phase [`opening`](super::opening)).
 
+use super::context::{LocalPoint, SettledPoint};
 use super::effect::{Compensation, Intent, Proven};
-use super::point::{LocalPoint, SettledPoint};
 use crate::operation::Reply;
 
 /// How the first phase ends. Before it commits, nothing of the operation is stored.

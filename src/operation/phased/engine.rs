@@ -6,8 +6,6 @@
 //!
 //! Promises: the driver needs no waiting request: it continues when the client disconnects or the
 //! budget ends. The answer of the first request is the stored answer.
-//!
-//! Not here: the phases after the first ([`driver`](super::driver)).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -40,43 +38,19 @@ pub struct PhasedEngine {
     stop: CancellationToken,
 }
 
-/// Why an operation cannot be registered.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum PhasedEngineError {
-    /// The flow does not fit into the lease of the endpoint, or is registered twice.
-    #[error(transparent)]
-    Flow(#[from] FlowError),
-    /// Flow and endpoint belong to different operations.
-    #[error("flow `{flow}` is not of the operation `{operation}`: give them one name")]
-    Name {
-        /// The name of the flow.
-        flow: &'static str,
-        /// The name of the endpoint's operation.
-        operation: String,
-    },
-    /// The mode of the endpoint is not phased.
-    #[error("the operation `{operation}` is of mode {mode}: phases take mode phased")]
-    Mode {
-        /// The name of the endpoint's operation.
-        operation: String,
-        /// The mode of the endpoint's route, which is not phased.
-        mode: Mode,
-    },
-}
-
 impl PhasedEngine {
     /// The phased operations of an engine: each flow with its protected operation. `deployment` is
     /// the id of this deployment, from its configuration. If the database has another id, nothing
     /// is sent (O22).
     ///
     /// # Errors
-    /// [`PhasedEngineError`]: a flow does not fit its operation, and could not be recovered.
+    /// A flow has another name than its operation, is registered twice, or does not fit into the
+    /// lease; or the mode of the operation is not phased.
     pub fn new<'e, S: Phases + Base>(
         engine: &Engine<S>,
         deployment: Uuid,
         flows: impl IntoIterator<Item = (Flow<S>, &'e Registered)>,
-    ) -> Result<Self, PhasedEngineError> {
+    ) -> Result<Self, FlowError> {
         Self::driven(engine, deployment, DriveSettings::default(), flows)
     }
 
@@ -89,17 +63,22 @@ impl PhasedEngine {
         deployment: Uuid,
         settings: DriveSettings,
         flows: impl IntoIterator<Item = (Flow<S>, &'e Registered)>,
-    ) -> Result<Self, PhasedEngineError> {
+    ) -> Result<Self, FlowError> {
         let store = Arc::clone(engine.store()) as Arc<dyn Phases>;
-        let mut phased = Phased::new(engine.core().clone(), store, deployment);
+        let mut phased = Phased::new(engine.core.clone(), store, deployment);
         phased.settings = settings;
         for (flow, endpoint) in flows {
-            let (flow, operation) = (flow.0, endpoint.operation().as_str());
+            let (flow, operation, mode) = (flow.0, endpoint.operation().as_str(), endpoint.route().mode);
             if flow.name != operation {
-                return Err(PhasedEngineError::Name { flow: flow.name, operation: operation.to_owned() });
+                let flow = flow.name;
+                return Err(FlowError(format!(
+                    "flow `{flow}` is not of the operation `{operation}`: give them one name"
+                )));
             }
-            if endpoint.route().mode != Mode::Phased {
-                return Err(PhasedEngineError::Mode { operation: operation.to_owned(), mode: endpoint.route().mode });
+            if mode != Mode::Phased {
+                return Err(FlowError(format!(
+                    "the operation `{operation}` is of mode {mode}: phases take mode phased"
+                )));
             }
             phased.register(flow, endpoint.clone())?;
         }
@@ -166,6 +145,7 @@ impl PhasedEngine {
         let engine = &self.phased.engine;
         let permit = Arc::new(permit);
         let command = Arc::new(command);
+        let key = key.or_own(endpoint.route());
         let asking = Asking { scope, key, command: Arc::clone(&command) as Arc<dyn Canonical + Send + Sync> };
         let mut front = engine.front(endpoint, asking);
         let Some(member) = self.phased.newest(endpoint.operation().as_str()) else {
@@ -184,10 +164,7 @@ impl PhasedEngine {
         loop {
             match front.turn().await {
                 Turn::Answer(answered) => return answered,
-                Turn::Unkeyed => match front.under_own_key() {
-                    Some(keyed) => front = keyed,
-                    None => return front.no_use_of_keys(),
-                },
+                Turn::Unkeyed => return front.no_use_of_keys(),
                 Turn::Recover(record) => match engine.reach().within(self.recover(&record, until)).await {
                     Ok(Recovered::Look) => front.look_again(),
                     Ok(Recovered::Pending) => return front.pending(record.operation_id),
@@ -209,7 +186,7 @@ impl PhasedEngine {
                         patience: front.patience(),
                         permit: Arc::clone(&permit),
                     };
-                    let Some(place) = engine.admission().place(endpoint.operation()).await else {
+                    let Some(place) = engine.inner.admission.place(endpoint.operation()).await else {
                         return front.no_room();
                     };
                     // The task holds the place, because it goes on if this request is dropped.
@@ -262,7 +239,6 @@ impl PhasedEngine {
         }
     }
 
-    /// Takes the operation over and waits for it.
     async fn recover(&self, record: &Record, until: tokio::time::Instant) -> Result<Recovered, StoreError> {
         let store = &self.phased.store;
         let found = match store.operation(record.operation_id).await {
@@ -283,7 +259,7 @@ impl PhasedEngine {
             return Ok(Recovered::Pending);
         }
         let asked = Since::now();
-        let (driven, stored) = match store.take_operation(record.operation_id, member.lease()).await? {
+        let (driven, stored) = match store.take_operation(record.operation_id, member.route().lease).await? {
             Taken::Driven(driven, stored) => (driven, *stored),
             // The outcome may have been stored in between.
             Taken::Not(stored) if matches!(stored.stage, Stage::Succeeded | Stage::Failed) => {
@@ -296,7 +272,8 @@ impl PhasedEngine {
         tracing::info!(operation = %record.operation_id, stage = stored.stage.as_str(), "a request recovers its operation");
         let is_due = stored.due_at.is_none_or(|due| due <= stored.now);
         let came = if is_due { Came::Due } else { Came::Early };
-        let work = taken(Arc::clone(&self.phased), driven, stored, (asked, member.lease()), came, self.stop.clone());
+        let work =
+            taken(Arc::clone(&self.phased), driven, stored, (asked, member.route().lease), came, self.stop.clone());
         let driving = self.phased.engine.spawn(work);
         match tokio::time::timeout_at(until, driving).await {
             Ok(Ok(ended)) => match ended?.end {

@@ -35,7 +35,6 @@ use crate::operation::rules::provider::{Evidence, Proof, Verdict};
 const SAW_MAX: usize = 2_048;
 const OPERATOR: &str = "operator";
 
-/// Where an observation comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum By {
     /// The answer to a send.
@@ -52,7 +51,6 @@ pub(super) struct Observation<'a> {
     pub(super) operation_id: Uuid,
     pub(super) effect: &'a str,
     pub(super) epoch: i64,
-    /// 0 for a query.
     pub(super) send: u32,
     pub(super) by: By,
     pub(super) verdict: Verdict,

@@ -3,8 +3,6 @@
 //! `build` checks that every point and effect has one name, that something can be repeated within
 //! each window (O6), and that an effect to be undone exists. Registration checks that calls fit
 //! into the lease (O5). An operation that could not be recovered is never started.
-//!
-//! Not here: the execution ([`driver`](super::driver)).
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -16,13 +14,12 @@ use async_trait::async_trait;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::context::Context;
+use super::context::{Context, LocalPoint, SettledPoint};
 use super::effect::{Declared, Effect, Settlements, Undo};
 use super::ends::{First, Local, Settled};
 use super::phase::{FirstPhase, LocalPhase, Phase, SettledPhase};
-use super::point::{LocalPoint, SettledPoint};
 use super::provider::Provider;
-use crate::error::{HandlerError, Invalid, StoreError};
+use crate::error::{HandlerError, StoreError};
 use crate::operation::port::phases::{FIRST_POINT, PhaseTx};
 use crate::operation::rules::provider::Strategy;
 use crate::store::base::Base;
@@ -53,68 +50,10 @@ pub struct FlowBuilder<S, C> {
     of: PhantomData<fn(S, C)>,
 }
 
-/// Why a flow is refused at start.
+/// Why a flow cannot be registered, with its name and what is wrong.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum FlowError {
-    /// A point or an effect was registered twice.
-    #[error("flow `{flow}`: `{name}` is registered twice, or is the name of the first point")]
-    Twice {
-        /// The name of the flow.
-        flow: &'static str,
-        /// The point or effect.
-        name: String,
-    },
-    /// Nothing can be sent again within the window of an effect (O6).
-    #[error("flow `{flow}`, effect `{effect}`: {error}")]
-    Window {
-        /// The name of the flow.
-        flow: &'static str,
-        /// The name of the effect.
-        effect: &'static str,
-        /// What is wrong with its window.
-        error: Invalid,
-    },
-    /// `max_in_flight` of an effect's window is shorter than its provider's timeout (O6).
-    #[error(
-        "flow `{flow}`, effect `{effect}`: `max_in_flight` of its window must not be shorter than its provider's timeout"
-    )]
-    Flight {
-        /// The name of the flow.
-        flow: &'static str,
-        /// The name of the effect.
-        effect: &'static str,
-    },
-    /// An effect undoes an effect that the flow does not have.
-    #[error("flow `{flow}`, effect `{effect}` undoes `{undoes}`, which is no effect of the flow")]
-    Undoes {
-        /// The name of the flow.
-        flow: &'static str,
-        /// The name of the effect that undoes another.
-        effect: &'static str,
-        /// The name of the effect that does not exist.
-        undoes: &'static str,
-    },
-    /// The timeout of a call is zero, or not shorter than two thirds of the lease (O5).
-    #[error("flow `{flow}`, effect `{effect}`: its timeout must be longer than zero and shorter than two thirds of the lease ({})",
-        humantime::format_duration(*lease))]
-    Timeout {
-        /// The name of the flow.
-        flow: &'static str,
-        /// The name of the effect.
-        effect: &'static str,
-        /// The lease of the operation's route; two thirds of it are the bound.
-        lease: Duration,
-    },
-    /// A flow is registered twice with the same name and version.
-    #[error("flow `{flow}` is registered twice with version {version}")]
-    Registered {
-        /// The name of the flow.
-        flow: &'static str,
-        /// The version that both flows have.
-        version: u32,
-    },
-}
+#[error("{0}")]
+pub struct FlowError(pub(super) String);
 
 impl<S: Base> Flow<S> {
     /// Begins a flow with its first phase. Name and version are stored with every operation. Raise
@@ -157,7 +96,6 @@ impl AnyFlow {
         self.effects.iter().find(|effect| effect.name == name)
     }
 
-    /// The effect that is outstanding at a point.
     pub(super) fn effect_at(&self, point: &str) -> Option<&Declared> {
         self.effects.iter().find(|effect| effect.sent == point || effect.settled == point)
     }
@@ -185,7 +123,12 @@ impl AnyFlow {
         let longest = lease * 2 / 3;
         let fits = |effect: &&Declared| !effect.provider.timeout().is_zero() && effect.provider.timeout() < longest;
         match self.effects.iter().find(|effect| !fits(effect)) {
-            Some(effect) => Err(FlowError::Timeout { flow: self.name, effect: effect.name, lease }),
+            Some(effect) => Err(FlowError(format!(
+                "flow `{}`, effect `{}`: its timeout must be longer than zero and shorter than two thirds of the lease ({})",
+                self.name,
+                effect.name,
+                humantime::format_duration(lease)
+            ))),
             None => Ok(()),
         }
     }
@@ -230,28 +173,32 @@ impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
     /// Checks the flow and returns it.
     ///
     /// # Errors
-    /// [`FlowError`]: the flow could not be recovered.
+    /// The flow could not be recovered.
     pub fn build(self) -> Result<Flow<S>, FlowError> {
         let Self { flow, mut points, .. } = self;
+        let name = flow.name;
         let mut names: Vec<String> = flow.effects.iter().map(|effect| effect.name.to_owned()).collect();
         for list in [&mut points, &mut names] {
             list.sort_unstable();
             if let Some(pair) = list.windows(2).find(|pair| pair[0] == pair[1]) {
-                return Err(FlowError::Twice { flow: flow.name, name: pair[0].clone() });
+                let twice = &pair[0];
+                let why = "is registered twice, or is the name of the first point";
+                return Err(FlowError(format!("flow `{name}`: `{twice}` {why}")));
             }
         }
         for effect in &flow.effects {
+            let refused = |why: &str| FlowError(format!("flow `{name}`, effect `{}`{why}", effect.name));
             if let Strategy::Key(window) | Strategy::KeyAndQuery(window) = effect.strategy {
-                let refused = |error| FlowError::Window { flow: flow.name, effect: effect.name, error };
-                window.validate().map_err(refused)?;
+                window.validate().map_err(|error| refused(&format!(": {error}")))?;
                 if window.max_in_flight < effect.provider.timeout() {
-                    return Err(FlowError::Flight { flow: flow.name, effect: effect.name });
+                    let why = ": `max_in_flight` of its window must not be shorter than its provider's timeout";
+                    return Err(refused(why));
                 }
             }
             if let Some(undoes) = effect.undoes
                 && !flow.effects.iter().any(|other| other.name == undoes && other.undoes.is_none())
             {
-                return Err(FlowError::Undoes { flow: flow.name, effect: effect.name, undoes });
+                return Err(refused(&format!(" undoes `{undoes}`, which is no effect of the flow")));
             }
         }
         Ok(Flow(flow, PhantomData))

@@ -59,7 +59,6 @@ impl Hold {
         self.shared.lease.saturating_sub(granted.elapsed())
     }
 
-    /// Whether another process drives the operation.
     pub(super) fn is_lost(&self) -> bool {
         self.shared.lost.is_cancelled()
     }

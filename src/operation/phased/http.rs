@@ -13,6 +13,7 @@ use std::time::Duration;
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
 use reqwest::{Method, Url, redirect};
 
+use crate::error::HandlerError;
 use crate::operation::rules::pace::asked_to_wait;
 use crate::operation::rules::provider::Answer;
 
@@ -45,11 +46,6 @@ pub struct Response {
     /// The bytes of the body, at most 64 KiB.
     pub body: Vec<u8>,
 }
-
-/// A header that cannot be sent.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("the header `{0}` cannot be sent")]
-pub struct BadHeader(String);
 
 impl HttpCaller {
     /// A client whose calls take at most `timeout`, of which connecting may take a third.
@@ -88,63 +84,41 @@ impl HttpCaller {
         url: Url,
         headers: &[(&str, &str)],
         body: Vec<u8>,
-    ) -> Result<CallOutcome, BadHeader> {
-        let mut response = match self.sent(method, url, headers, body).await? {
-            Ok(response) => response,
-            Err(unanswered) => return Ok(unanswered),
-        };
-        let (status, headers) = (response.status().as_u16(), response.headers().clone());
-        Ok(match body_of(&mut response, ANSWER_MAX).await {
-            Ok(body) => CallOutcome::Answered(Response { status, headers, body }),
-            // The status alone decides nothing: the body says what was done.
-            Err(why) => CallOutcome::NoAnswer(why),
-        })
+    ) -> Result<CallOutcome, HandlerError> {
+        self.send((method, url), headers, body, None).await
     }
 
-    /// As [`Self::call`], for a receiver whose status is the whole answer: only the first `saw_max`
-    /// bytes of the body are read, and it may break off.
-    pub(super) async fn call_for_status(
+    /// As [`Self::call`]. With `saw_max` the status is the whole answer: only so many bytes of the
+    /// body are read, and it may break off.
+    pub(super) async fn send(
         &self,
         (method, url): (Method, Url),
         headers: &[(&str, &str)],
         body: Vec<u8>,
-        saw_max: usize,
-    ) -> Result<CallOutcome, BadHeader> {
-        let mut response = match self.sent(method, url, headers, body).await? {
-            Ok(response) => response,
-            Err(unanswered) => return Ok(unanswered),
-        };
-        let (status, headers) = (response.status().as_u16(), response.headers().clone());
-        let mut body = Vec::new();
-        while body.len() < saw_max
-            && let Ok(Some(chunk)) = response.chunk().await
-        {
-            body.extend_from_slice(&chunk);
-        }
-        body.truncate(saw_max);
-        Ok(CallOutcome::Answered(Response { status, headers, body }))
-    }
-
-    /// Sends these bytes once. Returns the answer with its body unread, or how the call ended
-    /// without one.
-    async fn sent(
-        &self,
-        method: Method,
-        url: Url,
-        headers: &[(&str, &str)],
-        body: Vec<u8>,
-    ) -> Result<Result<reqwest::Response, CallOutcome>, BadHeader> {
+        saw_max: Option<usize>,
+    ) -> Result<CallOutcome, HandlerError> {
         let mut sent = HeaderMap::new();
         for (name, value) in headers {
-            let bad = || BadHeader((*name).to_owned());
+            let bad = || HandlerError::terminal(format_args!("the header `{name}` cannot be sent"));
             let name = HeaderName::from_bytes(name.as_bytes()).map_err(|_| bad())?;
             sent.append(name, HeaderValue::from_str(value).map_err(|_| bad())?);
         }
         let answered = self.client.request(method, url).headers(sent).body(body).send().await;
-        Ok(answered.map_err(|error| {
-            let why = causes(&error);
-            if was_not_sent(&error) { CallOutcome::NotConnected(why) } else { CallOutcome::NoAnswer(why) }
-        }))
+        let mut response = match answered {
+            Ok(response) => response,
+            Err(error) if was_not_sent(&error) => return Ok(CallOutcome::NotConnected(causes(&error))),
+            Err(error) => return Ok(CallOutcome::NoAnswer(causes(&error))),
+        };
+        let (status, headers) = (response.status().as_u16(), response.headers().clone());
+        let body = match saw_max {
+            Some(max) => Ok(beginning_of(&mut response, max).await),
+            None => body_of(&mut response, ANSWER_MAX).await,
+        };
+        Ok(match body {
+            Ok(body) => CallOutcome::Answered(Response { status, headers, body }),
+            // The status alone decides nothing: the body says what was done.
+            Err(why) => CallOutcome::NoAnswer(why),
+        })
     }
 }
 
@@ -176,6 +150,18 @@ pub(crate) async fn body_of(response: &mut reqwest::Response, max: usize) -> Res
         body.extend_from_slice(&chunk);
     }
     Ok(body)
+}
+
+/// Reads at most so many bytes of a body, up to its end or its failure.
+async fn beginning_of(response: &mut reqwest::Response, max: usize) -> Vec<u8> {
+    let mut body = Vec::new();
+    while body.len() < max
+        && let Ok(Some(chunk)) = response.chunk().await
+    {
+        body.extend_from_slice(&chunk);
+    }
+    body.truncate(max);
+    body
 }
 
 /// Whether not one byte of the request was sent: reqwest says so only of errors while the

@@ -1,4 +1,4 @@
-//! The ids of an operation's effects, rows and messages (M78, M79, pitfall 40).
+//! The ids of an operation's effects and rows (M78, M79, pitfall 40).
 //!
 //! Each id is derived from the deployment, the operation and a name, and from nothing that a client
 //! sent. So a crash, a resend and a recovery by another process give the same ids, and a clone of
@@ -54,31 +54,18 @@ impl Identities {
     }
 
     /// The key of an effect at its provider.
-    #[must_use]
-    pub fn provider_key(self, effect: &str) -> ProviderKey {
+    pub(super) fn provider_key(self, effect: &str) -> ProviderKey {
         ProviderKey(format!("op_{}", hex(&self.digest("provider", effect)[..20])))
     }
 
     /// The id of a row that the operation makes: a UUID v7 with the time of the operation's own id.
+    /// A message needs none: the transaction that enqueues it commits once.
     #[must_use]
     pub fn row(self, name: &str) -> Uuid {
-        self.id("row", name)
-    }
-
-    /// The id of a message that the operation enqueues, with the time of the operation's own id. If
-    /// recovery may take longer than the horizon of a consumer, the consumer would treat such a
-    /// message as too old. In that case let the outbox make the id; this is safe because the
-    /// transaction that enqueues commits once.
-    #[must_use]
-    pub fn message(self, name: &str) -> Uuid {
-        self.id("message", name)
-    }
-
-    fn id(self, kind: &str, name: &str) -> Uuid {
         let mut time = [0; 8];
         time[2..].copy_from_slice(&self.operation_id.as_bytes()[..6]);
         let mut rest = [0; 10];
-        rest.copy_from_slice(&self.digest(kind, name)[..10]);
+        rest.copy_from_slice(&self.digest("row", name)[..10]);
         Builder::from_unix_timestamp_millis(u64::from_be_bytes(time), &rest).into_uuid()
     }
 
@@ -109,7 +96,6 @@ mod tests {
             assert!(!keys[..at].contains(key) && !key.as_str().contains(&one.simple().to_string()));
         }
         assert_eq!(of(here, one).row("payment"), of(here, one).row("payment"));
-        assert_ne!(of(here, one).row("payment"), of(here, one).message("payment"));
         assert_ne!(of(here, one).row("payment"), of(here, one).row("refund"));
         let id = of(here, one).row("payment");
         assert_eq!((id.get_version_num(), &id.as_bytes()[..6]), (7, &one.as_bytes()[..6]));
@@ -126,6 +112,5 @@ mod tests {
         let of = Identities::new(deployment, operation);
         assert_eq!(of.provider_key("charge").as_str(), "op_2f23583217921544267f04360df24f33cfe03d58");
         assert_eq!(of.row("payment"), id("0192d3a4-b5c6-709d-b045-135c76692f7d"));
-        assert_eq!(of.message("payment"), id("0192d3a4-b5c6-761d-89fb-71e2c5a60737"));
     }
 }

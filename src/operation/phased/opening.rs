@@ -4,14 +4,10 @@
 //! Promises: a first phase that refuses or fails leaves nothing, or only the refusal if it is
 //! binding. A handler that ended the transaction itself is detected, and the operation is parked
 //! for an operator (O1).
-//!
-//! Not here: the answer to the request ([`engine`](super::engine)), and the later phases
-//! ([`driver`](super::driver)).
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::FutureExt;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -21,7 +17,6 @@ use super::effect::{Intent, Settlements};
 use super::ends::First;
 use super::flow::{AnyCommand, Given};
 use super::hold::Hold;
-use super::identity::Identities;
 use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::Proof;
@@ -35,7 +30,6 @@ use crate::operation::standing::mark_unknown_later;
 use crate::operation::{Begin, BodyPermit, Reply};
 use crate::time::since::Since;
 
-/// The result of the first phase.
 pub(super) enum Opened {
     /// Another record or claim exists.
     Refused(Box<Begin>),
@@ -60,7 +54,6 @@ pub(super) struct Opening {
     pub(super) permit: Arc<Option<BodyPermit>>,
 }
 
-/// How the first phase's transaction is to end.
 enum Move {
     Advance(String, Stage, Option<(&'static str, NewIntent)>),
     Finish(Reply, Option<Option<String>>),
@@ -102,10 +95,10 @@ impl Opening {
             tokio::time::sleep(before_try(tries)).await;
         };
         let phased = Arc::clone(&self.phased);
-        let hold = Hold::new(Arc::clone(&phased.store), driven.clone(), self.member.lease(), asked);
+        let hold = Hold::new(Arc::clone(&phased.store), driven.clone(), self.member.route().lease, asked);
         let fingerprint = begin.claim.fingerprint.clone();
         let ready = (self.member, context, self.command, fingerprint);
-        let driver = Driver::new(self.phased, ready, hold, Came::First, self.stop).intending(fresh);
+        let driver = Driver::new(self.phased, ready, hold, Came::First, fresh, self.stop);
         // From here on duplicates read the record of the operation.
         drop(begin);
         let permit = self.permit;
@@ -128,11 +121,10 @@ impl Opening {
             self.note(begin, Noted::Acquired);
         }
         let driven = tx.driven().clone();
-        let identities = Identities::new(phased.deployment, driven.operation_id);
-        let context = Context::new(identities, begin.claim.identity.clone());
+        let context = Context::new(phased.deployment, driven.operation_id, begin.claim.identity.clone());
         let settled = Settlements::default();
         let given = Given { tx: tx.as_mut(), context: &context, command: &self.command, settled: &settled };
-        let ended = guarded(self.member.timeout(), flow.first.run(given)).await;
+        let ended = guarded(self.member.route().timeout, flow.first.run(given)).await;
         let first = match ended {
             Ok(first) => first,
             Err(error) => {
@@ -160,7 +152,7 @@ impl Opening {
                 let proof = if failure.is_some() { tx.undo_effects().await? } else { Proof::Same };
                 let moved = if proof == Proof::Same {
                     let outcome = outcome(&self.member, phased, &context, &begin.claim.fingerprint, &reply, failure)?;
-                    tx.finish(FIRST_POINT, &outcome, &self.member.retention()).await?
+                    tx.finish(FIRST_POINT, &outcome, &self.member.route().retention).await?
                 } else {
                     (proof, Fenced::Done)
                 };
@@ -239,15 +231,12 @@ impl Opening {
             Aftermath::InsertUnknown => {
                 if let Err(error) = stand(store.as_ref(), new, begin.basis(), self.patience).await {
                     tracing::error!(operation = %driven.operation_id, %error, "an operation that ended its transaction could not be made to stand");
-                    let (engine, patience) = (&self.phased.engine, self.patience);
-                    mark_unknown_later(
-                        engine,
-                        Arc::clone(store),
-                        begin,
-                        new.clone(),
-                        patience,
-                        |store, new, basis, patience| stand(store, new, basis, patience).boxed(),
-                    );
+                    let (store, new, ground) = (Arc::clone(store), new.clone(), begin.ground.clone());
+                    let patience = self.patience;
+                    mark_unknown_later(&self.phased.engine, begin, move || {
+                        let (store, new, ground) = (Arc::clone(&store), new.clone(), ground.clone());
+                        async move { stand(store.as_ref(), &new, ground.basis(), patience).await }
+                    });
                 }
             }
             Aftermath::MarkUnknown => {

@@ -3,9 +3,6 @@
 //!
 //! A phase may run more than once, but only one run commits. It calls no provider and waits for
 //! nothing outside, so no transaction stays open across a call (M52).
-//!
-//! Not here: how a phase may end ([`ends`](super::ends)), and the code that runs it
-//! ([`driver`](super::driver)).
 
 use std::fmt;
 

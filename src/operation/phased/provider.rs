@@ -1,16 +1,10 @@
 //! The tasks of an adapter for a provider: make the exact bytes once, send them, query for the
 //! effect, and report the answer.
 //!
-//! The adapter does I/O and reads answers. What an answer proves, and the next step, is decided by
-//! [`rules::provider`](crate::operation::rules::provider).
-//!
 //! Rules for an adapter (O5, O7): it sends the bytes as they are given, under the given key.
 //! Redirects and retries of a client library are off. It returns [`Answer::NotConnected`] only if
 //! not one byte of the request can have left. It lists a code as a verdict only if the provider
 //! documents that every later send gets the same code.
-//!
-//! Not here: an adapter over HTTP ([`http`](super::http)), and when an adapter is called
-//! ([`driver`](super::driver)).
 
 use std::fmt;
 use std::time::Duration;

@@ -2,20 +2,9 @@
 //! same phases (M80, M83, O22).
 //!
 //! Promises: one statement takes the lease, so only one of many workers has an operation. A worker
-//! drives at most `concurrency` operations at once, and at most `per_tenant` of one tenant, so that
-//! a slow tenant does not delay the others for long. It takes only the flows and versions of this
-//! process, and nothing if the database belongs to another deployment. At a stop it takes nothing
-//! more, lets calls in flight end, stores what they proved, releases what it holds, and returns.
-//! While the database is away, it tries to store that for
-//! [`DriveSettings::shutdown_grace`](super::DriveSettings::shutdown_grace) at most.
-//!
-//! It also sets the gauges of what is open and unknown (M103), with the pauses of a program's other
-//! gauges.
-//!
-//! It runs in the service's process, or in one that is built with the same flows; the stock
-//! `publisher` has none.
-//!
-//! Not here: how an operation is driven ([`driver`](super::driver)).
+//! takes only the flows and versions of this process, and nothing if the database belongs to
+//! another deployment. At a stop it takes nothing more, lets calls in flight end, stores what they
+//! proved, releases what it holds, and returns. It also sets the gauges of M103.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -69,7 +58,6 @@ pub struct Recovery {
     driven_of: DrivenOf,
 }
 
-/// The number of operations that are driven, by tenant.
 #[derive(Debug, Clone, Default)]
 struct DrivenOf(Arc<Mutex<HashMap<Vec<u8>, u32>>>);
 
@@ -90,7 +78,6 @@ impl DrivenOf {
     }
 }
 
-/// One operation of a tenant that is driven now.
 struct One {
     of: DrivenOf,
     tenant: Vec<u8>,

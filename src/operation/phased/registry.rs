@@ -4,8 +4,6 @@
 //! Promises: a flow is registered once by name and version; a worker drives only registered flows.
 //! Nothing is sent if the deployment in the database is not the configured one, because a clone of
 //! a database must not charge anybody.
-//!
-//! Not here: requests ([`engine`](super::engine)), and the worker ([`recovery`](super::recovery)).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,34 +18,27 @@ use super::vault::Vault;
 use crate::error::StoreError;
 use crate::observe::{Noted, noted};
 use crate::operation::port::phases::Phases;
-use crate::operation::rules::Identity;
-use crate::operation::rules::retention::Retention;
+use crate::operation::rules::{Identity, Route};
 use crate::operation::{Core, Registered};
 
 /// Settings of the drivers of operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DriveSettings {
-    /// After how many attempts in vain an operation is parked (O9). Default 100, which takes more
-    /// than an hour with the other defaults.
+    /// After how many attempts in vain an operation is parked (O9). Default 100: more than an hour.
     pub attempts_max: u32,
     /// After how many calls that prove nothing a drive releases its operation. Default 3.
     pub calls_per_drive: u32,
-    /// The longest pause that a provider may ask for while the driver waits. For a longer pause the
-    /// driver releases the operation. Default 2.5 s.
+    /// The longest pause of a provider for which a driver keeps its operation. Default 2.5 s.
     pub wait_max: Duration,
-    /// The pause until an operation is due again after the first attempt in vain. It doubles each
-    /// time, with jitter. Default 1 s.
+    /// The pause after the first attempt in vain; it doubles each time. Default 1 s.
     pub backoff_first: Duration,
     /// The longest pause until an operation is due again. Default 1 min.
     pub backoff_max: Duration,
     /// How long to retry storing proof that the database refuses, before the operation is parked
-    /// with that proof as the reason. A database that is away does not count: the driver waits for
-    /// it until a stop. Default 20 s.
+    /// with that proof as the reason. Default 20 s.
     pub refused_max: Duration,
-    /// How long a driver whose worker or service was stopped tries to store each thing that it
-    /// still has to say (what a provider said, where it leaves the operation), while the database
-    /// is away. What is not stored then is lost: the send counts as one that may have arrived.
-    /// Default 10 s.
+    /// How long a stopped driver tries to store each thing that it still has to say, while the
+    /// database is away. Then the send counts as one that may have arrived. Default 10 s.
     pub shutdown_grace: Duration,
 }
 
@@ -71,7 +62,6 @@ pub(super) struct Member {
     pub(super) endpoint: Registered,
 }
 
-/// The shared state of all drivers in this process.
 #[derive(Debug)]
 pub(super) struct Phased {
     pub(super) engine: Core,
@@ -79,7 +69,6 @@ pub(super) struct Phased {
     pub(super) vault: Vault,
     pub(super) settings: DriveSettings,
     pub(super) deployment: Uuid,
-    /// Wakes the recovery worker of this process.
     pub(super) wake: Notify,
     members: BTreeMap<(&'static str, u32), Arc<Member>>,
 }
@@ -90,23 +79,14 @@ impl Member {
         noted(self.flow.name, &identity.key().short_hash(), what);
     }
 
-    pub(super) fn retention(&self) -> Retention {
-        self.endpoint.route().retention
-    }
-
-    /// How long a phase may run.
-    pub(super) fn timeout(&self) -> Duration {
-        self.endpoint.route().timeout
-    }
-
-    pub(super) fn lease(&self) -> Duration {
-        self.endpoint.route().lease
+    pub(super) fn route(&self) -> &Route {
+        self.endpoint.route()
     }
 }
 
 impl Phased {
     pub(super) fn new(engine: Core, store: Arc<dyn Phases>, deployment: Uuid) -> Self {
-        let (vault, settings) = (Vault(engine.sealer().clone()), DriveSettings::default());
+        let (vault, settings) = (Vault(engine.inner.sealer.clone()), DriveSettings::default());
         Self { engine, store, vault, settings, deployment, wake: Notify::new(), members: BTreeMap::new() }
     }
 
@@ -114,7 +94,7 @@ impl Phased {
         flow.fits(endpoint.route().lease)?;
         let at = (flow.name, flow.version);
         if self.members.contains_key(&at) {
-            return Err(FlowError::Registered { flow: at.0, version: at.1 });
+            return Err(FlowError(format!("flow `{}` is registered twice with version {}", at.0, at.1)));
         }
         self.members.insert(at, Arc::new(Member { flow, endpoint }));
         Ok(())
@@ -135,9 +115,9 @@ impl Phased {
             match flows.last_mut() {
                 Some((last, versions, lease)) if last == name => {
                     versions.push(*version);
-                    *lease = member.lease();
+                    *lease = member.route().lease;
                 }
-                _ => flows.push((name, vec![*version], member.lease())),
+                _ => flows.push((name, vec![*version], member.route().lease)),
             }
         }
         flows

@@ -1,8 +1,5 @@
 //! An operation with one effect that is sent to others: its intent is committed, the effect is
 //! sent, and its result is the answer.
-//!
-//! Not here: what is sent and how, which the provider decides ([`webhook`](super::webhook),
-//! [`email`](super::email)).
 
 use std::collections::BTreeSet;
 
@@ -41,7 +38,6 @@ where
     Flow::begin::<C>(C::OPERATION, 1, begin).effect(&effect, End { name, refused }).build()
 }
 
-/// The first phase, which commits the intent to send.
 struct Begin<P> {
     effect: Effect<P>,
     refused: &'static str,
@@ -66,7 +62,6 @@ impl<S: Base, C: Send + Sync + 'static, P: Prepare<C>> FirstPhase<S, C> for Begi
     }
 }
 
-/// The last phase, which answers with the result of the effect.
 struct End {
     name: &'static str,
     refused: &'static str,
@@ -102,7 +97,6 @@ pub(super) fn packed(whereto: &impl Serialize, body: &[u8]) -> Result<Vec<u8>, H
     Ok([serde_json::to_vec(whereto)?.as_slice(), b"\n", body].concat())
 }
 
-/// Splits what [`packed`] has joined.
 pub(super) fn opened<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, &[u8]), HandlerError> {
     let end = bytes.iter().position(|&byte| byte == b'\n');
     let end = end.ok_or_else(|| HandlerError::terminal("the stored bytes have no first line"))?;

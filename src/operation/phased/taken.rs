@@ -1,7 +1,5 @@
 //! Starts the driver of an operation that was taken over: reads what the driver needs, or records
 //! why the operation cannot be driven here.
-//!
-//! Not here: taking the operation over ([`engine`](super::engine), [`recovery`](super::recovery)).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +9,6 @@ use tokio_util::sync::CancellationToken;
 use super::context::Context;
 use super::driver::{Came, Driver, End, Ended, Ready};
 use super::hold::Hold;
-use super::identity::Identities;
 use super::registry::Phased;
 use crate::error::StoreError;
 use crate::observe::{Noted, noted};
@@ -33,7 +30,7 @@ pub(super) async fn taken(
     match prepared(&phased, &stored).await {
         Ok(Some(ready)) => {
             let hold = Hold::new(Arc::clone(store), driven, lease, asked);
-            Driver::new(phased, ready, hold, came, stop).drive().await
+            Driver::new(phased, ready, hold, came, None, stop).drive().await
         }
         Ok(None) => {
             let reason = "record-gone";
@@ -66,6 +63,6 @@ async fn prepared(phased: &Phased, stored: &StoredOperation) -> Result<Option<Re
     let Some(record) = phased.store.find(&identity).await?.record else { return Ok(None) };
     let bytes = phased.vault.open(stored.operation_id, "command", &stored.command)?;
     let command = member.flow.decode(&bytes)?;
-    let context = Context::new(Identities::new(phased.deployment, stored.operation_id), identity);
+    let context = Context::new(phased.deployment, stored.operation_id, identity);
     Ok(Some((member, context, command, record.fingerprint)))
 }

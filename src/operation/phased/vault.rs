@@ -1,7 +1,5 @@
 //! Seals commands, requests and evidence for storage, each bound to its operation and its kind
 //! (O22).
-//!
-//! Not here: the cipher ([`Sealer`]).
 
 use uuid::Uuid;
 

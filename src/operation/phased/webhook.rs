@@ -6,19 +6,14 @@
 //! * `webhook-id`, `Idempotency-Key` and the bytes of the body are committed before the first send
 //!   and are the same in every send. Timestamp and signature are made for each send.
 //! * A 2xx ends the operation. A 4xx is a refusal if it answers the only send that can have
-//!   arrived. Redirects are failures and are not followed. All other results are tried again with
-//!   the backoff of [`DriveSettings`](super::DriveSettings) while the window is open. After that
-//!   the webhook is dead, which an operator sees as parked.
+//!   arrived. All other results, redirects included, are tried again while the window is open.
 //! * An endpoint that keeps failing gets no requests for a while; no attempt is counted.
 //! * Endpoints at private addresses are refused, unless their host is allowed. If a name resolves
 //!   to a private address, nothing is sent. This is no refusal, because the next resolution may
 //!   differ, but it counts as an attempt.
-//! * The number of requests to one endpoint at a time, and of failing endpoints that are
-//!   remembered, is bounded.
 //!
-//! [`Webhooks::flow`] is an operation of its own: use the id of the event as its key, and the
-//! webhook is sent once, however often it is requested. In another flow, `Effect::new("notify",
-//! webhooks, strategy)` sends one beside other effects.
+//! [`Webhooks::flow`] is an operation of its own; its key is the id of the event. In another flow,
+//! `Effect::new("notify", webhooks, strategy)` sends one beside other effects.
 //!
 //! Not here: which events a receiver wants, and the storage of its secret.
 
@@ -52,7 +47,6 @@ use crate::time::breaker::{Breaker, BreakerOptions};
 
 /// The largest number of bytes of a receiver's answer that are kept as evidence.
 const SAW_MAX: usize = 512;
-/// How long a name may take to be resolved.
 const RESOLVING: Duration = Duration::from_secs(2);
 /// The largest number of endpoints that are remembered because they fail or have requests under
 /// way.
@@ -132,7 +126,6 @@ impl std::fmt::Debug for Webhooks {
     }
 }
 
-/// The state of the endpoints of one origin.
 #[derive(Debug)]
 struct Endpoints {
     breaker: Breaker,
@@ -289,7 +282,7 @@ impl Provider for Webhooks {
             ("webhook-signature", signature.as_str()),
         ];
         // A receiver answers by its status. Its body may be a long page, or never end.
-        let called = self.caller.call_for_status((Method::POST, url), &headers, body.to_vec(), SAW_MAX).await;
+        let called = self.caller.send((Method::POST, url), &headers, body.to_vec(), Some(SAW_MAX)).await;
         let (sent, well) = match called {
             Ok(CallOutcome::Answered(response)) => {
                 let well = matches!(response.status, 200..=299 | 400..=499);

@@ -1,9 +1,6 @@
 //! One call of a provider. Its beginning is committed before it starts. It starts only if it fits
 //! into the lease and into the provider's window at that moment. Its answer is stored even if the
 //! lease is lost (O5, O6, O8), and after a stop as long as the grace lasts.
-//!
-//! Not here: whether a call is made ([`driver`](super)), and what its answer proves
-//! ([`provider`](crate::operation::rules::provider)).
 
 use std::time::Duration;
 
@@ -68,7 +65,6 @@ impl Driver {
         }
     }
 
-    /// Makes a send whose beginning is committed.
     pub(super) async fn send(
         &mut self,
         effect: &Declared,

@@ -7,8 +7,6 @@
 //!   evidence. A driver that stores proof later unparks it (O8).
 //! * An operation that a request took over before it was due keeps its due time, so clients that
 //!   ask often change nothing.
-//!
-//! Not here: why the operation is released ([`driver`](super)).
 
 use std::time::Duration;
 
@@ -153,7 +151,6 @@ impl Driver {
             && store.unpark(stored.operation_id).await? == Fenced::Done)
     }
 
-    /// The effect that the operation waits for.
     fn open_effect(&self, stored: &StoredOperation) -> Option<(Declared, StoredIntent)> {
         let effect = self.member.flow.effect_at(&stored.point)?;
         let intent = stored.intents.iter().find(|one| one.intent.effect == effect.name && one.outcome.is_none())?;

@@ -4,9 +4,6 @@
 //! Promise: a phase runs again only if it is proven that its earlier run committed nothing: the
 //! transaction proves it, or, if the answer of its commit was lost, its mark is not in the
 //! database.
-//!
-//! Not here: when the phase runs again ([`leaving`](super::leaving)), and the first phase
-//! ([`opening`](crate::operation::phased::opening)).
 
 use std::time::Duration;
 

@@ -12,7 +12,6 @@ use reqwest::Url;
 use reqwest::dns::{Addrs, Name, Resolve, Resolving};
 use url::Host;
 
-/// Decides which addresses may be called: public ones, and those of allowed hosts.
 #[derive(Debug)]
 pub(super) struct Addresses {
     pub(super) allowed_hosts: BTreeSet<String>,
@@ -20,16 +19,13 @@ pub(super) struct Addresses {
 
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Barred {
-    /// The URL is neither `https` nor `http` to an allowed host.
     #[error("the endpoint is not `https`")]
     Scheme,
     /// The URL holds a user or a password, which would end up in logs.
     #[error("the endpoint's URL holds a user or a password")]
     Credentials,
-    /// The URL has no host.
     #[error("the endpoint's URL has no host")]
     NoHost,
-    /// The address is private or reserved.
     #[error("the endpoint is at {0}, which is no public address")]
     Private(IpAddr),
     /// The name was not resolved; it may be later.
@@ -38,7 +34,6 @@ pub(super) enum Barred {
 }
 
 impl Addresses {
-    /// Checks what the URL alone says.
     pub(super) fn permits(&self, url: &Url) -> Result<(), Barred> {
         let host = url.host_str().ok_or(Barred::NoHost)?;
         let allowed = self.allowed_hosts.contains(host);
