@@ -275,7 +275,7 @@ impl Default for PublisherSettings {
 
 /// How the table `[consumer.retry]` of a consumer is written; what it does not name cannot be set.
 #[derive(Serialize, Deserialize)]
-#[serde(remote = "RetryPolicy", deny_unknown_fields, default)]
+#[serde(remote = "RetryPolicy", deny_unknown_fields, default = "RetryPolicy::default")]
 struct RetryTable {
     in_place: u32,
     #[serde(with = "span")]
