@@ -155,7 +155,7 @@ pub mod adapter {
     pub use crate::{
         broker::envelope::{arrive, headers},
         broker::share::{Seat, Share, share},
-        inbox::rules::horizon::Bounds,
+        inbox::rules::horizon::{Age, Bounds, Verdict, judge},
         inbox::rules::position::{Break, BrokerOffsets, Position, start},
         text::hex::hex,
         time::db_time::DbTime,

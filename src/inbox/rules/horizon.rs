@@ -27,7 +27,7 @@ use crate::time::db_time::DbTime;
 
 /// The time from which the age of a message is known, when the inbox does not know the message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Age {
+pub enum Age {
     /// The time inside the id. The inbox row of such a message is purged when this time and its
     /// time of receipt are both below the purge bound.
     InId(DbTime),
@@ -52,7 +52,7 @@ pub struct Bounds {
 
 /// How a message that the inbox does not know is treated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Verdict {
+pub enum Verdict {
     /// The message is new: its handler runs.
     GoOn,
     /// The message is dead: the row that could tell whether it is a duplicate was purged.
@@ -80,7 +80,7 @@ impl Verdict {
 
 /// Decides on a message that the inbox does not know.
 #[must_use]
-pub(crate) fn judge(age: Age, bounds: Bounds) -> Verdict {
+pub fn judge(age: Age, bounds: Bounds) -> Verdict {
     let (time, certain_from) = match age {
         Age::InId(time) => (time, bounds.purged_below),
         // Rows without a time in their id are purged by their time of receipt. A stated time may be

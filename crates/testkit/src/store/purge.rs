@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::trial::{arrived, dead, due, entry, parked};
 use super::{Fixture, Trial};
-use oncebox::adapter::DbTime;
+use oncebox::adapter::{Age, DbTime, Verdict, judge};
 use oncebox::message::{MessageId, identity};
 use oncebox::store::{ConsumerId, Inbox, InboxEntry, ParkAs};
 
@@ -25,7 +25,8 @@ async fn admit<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, ids: &[Messag
 
 /// The time in an id that has one.
 fn time_in(id: MessageId) -> DbTime {
-    DbTime::from_millis(i64::try_from(id.unix_millis().unwrap()).unwrap())
+    let (seconds, nanoseconds) = id.uuid().get_timestamp().unwrap().to_unix();
+    DbTime::from_millis(i64::try_from(seconds * 1_000 + u64::from(nanoseconds) / 1_000_000).unwrap())
 }
 
 /// A bound that is later than everything received until now.
@@ -158,8 +159,7 @@ pub async fn g8_what_was_purged_is_new_to_the_insert_and_too_old_to_the_verdict<
     }
     assert_eq!(tx.admit(&[entry(&old)]).await.unwrap(), vec![None]);
     let bounds = tx.standing(&[]).await.unwrap().bounds;
-    // Its time is in its id, and everything below this bound is too old.
-    assert!(bounds.purged_below.is_some_and(|below| time_in(old.id) < below), "{bounds:?}");
+    assert_eq!(judge(Age::InId(time_in(old.id)), bounds), Verdict::TooOld);
     tx.forget(&[old.id]).await.unwrap();
     tx.park(&[parked(&old, ParkAs::Dead { reason: "too-old".into(), holds: false })]).await.unwrap();
     tx.commit().await.unwrap();
