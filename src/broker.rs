@@ -118,14 +118,15 @@ pub trait Broker: Debug + Send + Sync {
     /// Creates what publishing needs: the exchange on RabbitMQ, topics where `create_topics` is on.
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError>;
 
-    /// Looks for settings and states that break or weaken what is promised about delivery.
+    /// Looks for settings and states that break or weaken what is promised about delivery. Without
+    /// it, `doctor` says nothing about the broker.
     async fn check(&self, _subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
         Ok(Vec::new())
     }
 
     /// Reads every message that a topic holds now, from the beginning, without a group and without
     /// acknowledging: for `demo`, `bench` and tests. RabbitMQ has no such read: it returns what a
-    /// tap queue collected since [`Broker::tap`].
+    /// tap queue collected since [`Broker::tap`]. It, and `remove`, may be refused.
     async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
         Err(BrokerError::Refused(format!("topic `{topic}`: {} has no read of a whole topic", self.name())))
     }

@@ -42,6 +42,7 @@ pub(super) struct Lease {
 pub(super) struct Fenced {
     pub(super) partition_id: i64,
     pub(super) epoch: i64,
+    /// The next offset to be handled.
     pub(super) committed: Option<i64>,
     pub(super) release: bool,
 }

@@ -74,7 +74,7 @@ impl Log {
         Ok(log)
     }
 
-    /// Opens a connection, with a thread and a file handle. What it has committed is on disk.
+    /// Opens a connection, which has a thread of its own. Its commits are on disk when they return.
     pub(super) async fn connect(&self) -> Result<LogConnection, BrokerError> {
         self.connect_with(SqliteSynchronous::Full, false).await
     }

@@ -145,6 +145,7 @@ impl PollerState {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// What is acknowledged and not known to be committed: of these partitions, or of all.
     fn unconfirmed(&self, of: Option<&[(String, i32)]>) -> Vec<Position> {
         self.assignment().unconfirmed(of)
     }

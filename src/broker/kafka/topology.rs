@@ -33,7 +33,9 @@ pub(super) type TopicSettings = BTreeMap<String, String>;
 /// What the broker told about a topic; `None` for what it did not tell.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Limits {
+    /// `max.message.bytes`, the most bytes of a batch as the broker counts them.
     pub(super) message_max: Option<usize>,
+    /// `min.insync.replicas`, how many copies must be in sync.
     pub(super) in_sync_min: Option<usize>,
 }
 

@@ -29,6 +29,7 @@ pub(super) struct State {
     pub(super) handovers: u64,
     /// The number of rows that were sent and have no outcome.
     outstanding: usize,
+    /// The bytes of those rows.
     held_bytes: usize,
     ended: Option<BrokerError>,
     /// Why the server accepts no messages now.

@@ -55,6 +55,7 @@ pub(super) struct Sent {
     weight: usize,
     /// When it was sent, by the session's own clock.
     at: Duration,
+    /// True where the row came from the dead and held table.
     pub(super) is_release: bool,
     settled: bool,
     proven: bool,
@@ -260,6 +261,7 @@ impl Window {
         self.span
     }
 
+    /// The bytes of rows that are sent and not settled.
     pub(super) fn bytes(&self) -> usize {
         self.bytes
     }

@@ -141,7 +141,8 @@ impl Enqueue for MySqlConnection {
     }
 
     async fn queue_email(&mut self, email: &NewEmail) -> Result<bool, StoreError> {
-        // The connection may be the application's, with any SQL mode, so lengths are checked here.
+        // The connection may be the application's, with any SQL mode, so lengths are checked here:
+        // without strict mode the server would shorten what is too long.
         for (what, value, max) in [
             ("unique key", &email.unique_key, UNIQUE_KEY_BYTES_MAX),
             ("recipient", &email.recipient, TEXT_BYTES_MAX),
@@ -154,6 +155,7 @@ impl Enqueue for MySqlConnection {
                 )));
             }
         }
+        // The unique key decides. Where it is there, the error 1062 undoes only this statement.
         let outcome = sqlx::query(
             "insert into oncebox_email (unique_key, recipient, subject, body, state, due_at, lease, attempts, created_at) \
              values (?, ?, ?, ?, 'pending', utc_timestamp(6), null, 0, utc_timestamp(6))",

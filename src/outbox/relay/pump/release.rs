@@ -47,6 +47,7 @@ pub(super) struct Release {
     redriven: HashSet<i64>,
     /// How many rows may be under release at once.
     width: usize,
+    /// Since when reading is paused.
     pause: Option<Instant>,
     pause_from: Instant,
     /// True where a row was sent alone and there was no read since.
