@@ -1,7 +1,8 @@
 //! What a program runs beside its relays or consumers: the gauges of `/metrics`, and the first look
 //! at the broker.
 //!
-//! Promise: an error or a panic of any of them ends the program with an error.
+//! Promise: an error of any of them ends the program with that error, and so does a panic of the
+//! gauges.
 
 use std::sync::Arc;
 

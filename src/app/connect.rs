@@ -143,7 +143,8 @@ impl<'a> Wait<'a> {
         Self { part, health, stop: stop.clone(), pace: Pace::new(Duration::from_millis(200), Duration::from_secs(5)) }
     }
 
-    /// Asks until the server is there, and returns its answer. `name` is the server's, for
+    /// Asks until the server is there, and returns its answer, or the first error that does not say
+    /// that it is away; an error too if the stop comes before. `name` is the server's, for
     /// messages.
     pub(super) async fn until<T, E, F>(
         &mut self,

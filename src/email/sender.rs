@@ -124,6 +124,9 @@ impl Sender {
 
     /// Runs until the stop, or until nothing is left if `until_empty` is set.
     ///
+    /// # Errors
+    /// An error that a person must repair: what is transient is waited for.
+    ///
     /// # Cancel safety
     /// If the future is dropped, a row that is being sent is sent again later under the same
     /// Message-ID.
@@ -284,7 +287,7 @@ impl Sender {
         }
     }
 
-    /// Sends one e-mail once.
+    /// Sends one e-mail once. An error says why none can be sent now.
     async fn send(&self, email: &EmailToSend) -> Result<EmailOutcome, String> {
         let message_id = message_id(&email.unique_key);
         let tried = match compose(&self.from, &message_id, &email.recipient, &email.subject, &email.body) {

@@ -74,27 +74,33 @@ pub struct EngineOptions {
     pub keyring: Keyring,
     /// The encryption keys for stored bodies and commands. Default: stored in plain.
     pub sealer: Sealer,
-    /// How many bytes of request bodies this process may hold at once. Default 64 MiB.
+    /// How many bytes of request bodies this process may hold at once. Default 64 MiB. A request
+    /// beyond it gets 503 `IDEMPOTENCY_BODY_MEMORY_EXCEEDED`.
     pub body_memory_max: usize,
     /// How many bytes of [`Self::body_memory_max`] one tenant may hold. Default: half, so that a
     /// tenant that sends many or slow requests leaves room for others.
     pub body_memory_per_tenant_max: Option<usize>,
     /// How many operations of one tenant may run in this process at once. The same number may be
-    /// committed without an outcome in the store (O11). Default: no limit. The count in the store,
-    /// one before each claim, locks nothing: requests that come at once may exceed the limit, by at
-    /// most as much again for each process.
+    /// committed without an outcome in the store (O11): running in other processes, or unknown and
+    /// not resolved. Default: no limit. A request beyond it gets 429 `IDEMPOTENCY_QUOTA_EXCEEDED`,
+    /// and nothing is stored. The count in the store, one before each claim, locks nothing:
+    /// requests that come at once may exceed the limit, by at most as much again for each process.
     pub open_per_tenant_max: Option<u32>,
     /// How many bytes the stored answers of one tenant may take, as they stand in the database.
-    /// Default: no limit. Each process asks the store at most every five seconds, so the limit
-    /// keeps a database from filling over hours; use a rate limit against fast clients. The
-    /// commands of phased operations do not count. A guard store refuses this limit.
+    /// Default: no limit. Beyond it, what would run for the first time gets 429
+    /// `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is stored; stored answers are still replayed. Each
+    /// process asks the store at most every five seconds, so the limit keeps a database from
+    /// filling over hours; use a rate limit against fast clients. Records without a body and the
+    /// commands of phased operations do not count. A guard store refuses this limit at
+    /// registration.
     pub stored_bytes_per_tenant_max: Option<u64>,
     /// The region of this service, and a function that returns the region that keeps the keys of a
     /// scope; `None`: every region may serve them. A request whose keys another region keeps gets
-    /// 421 with that region's name (M106). Default: every region serves every key.
+    /// 421 with that region's name, never a redirect (M106). Default: every region serves every
+    /// key.
     pub region: Option<(String, Home)>,
-    /// Where the engine reports whether its store answers, as the part `operations`. Default: the
-    /// log only.
+    /// Where the engine reports whether its store answers, as the part `operations`. A task of its
+    /// own asks the store, so `/readyz` waits for no database. Default: the log only.
     pub health: Health,
 }
 
@@ -261,8 +267,8 @@ impl Core {
     }
 
     /// Sets the gauges of M103. Call it in each process before metrics are shown. Like
-    /// [`Self::sweep`], it also records which fingerprint versions this process reads and writes
-    /// (O21).
+    /// [`Self::sweep`], it also records which fingerprint versions this process reads and writes,
+    /// for `oncebox doctor` (O21); if that fails, only the log says so.
     ///
     /// # Errors
     /// The error of the store; the gauges keep their values.

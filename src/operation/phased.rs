@@ -20,7 +20,8 @@
 //! | `registry`, `recovery` | the registered flows, and the worker |
 //!
 //! The worker is built with the service's flows, so it runs in the service's process, as in
-//! `examples/payments_api`, or in a binary of the same crate.
+//! `examples/payments_api`, or in a binary of the same crate. The stock `publisher` has no flows
+//! and recovers nothing.
 
 mod context;
 mod driver;

@@ -82,9 +82,10 @@ impl<'t, S: Base> EffectTx<'t, S> {
     }
 
     /// Enqueues a message in the same transaction, when the outcome is written: on PostgreSQL in
-    /// the same statement, which saves a round trip. These messages come after all that was written
-    /// before, in the order of the calls. A rejection drops them, as it takes all effects back; a
-    /// savepoint to which the handler itself rolls back does not.
+    /// the same statement, which saves a round trip. These messages come after all that `enqueue`
+    /// and the connection write, also later, in the order of the calls. They are committed with
+    /// every outcome that commits the effects. A rejection drops them, as it takes all effects
+    /// back; a savepoint to which the handler itself rolls back does not.
     ///
     /// # Errors
     /// [`StoreError::Limit`] if a trace header is malformed or given twice. Other errors in the

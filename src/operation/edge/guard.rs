@@ -151,8 +151,9 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
     /// answer. A status below 400 is a success; any other is a failure that is replayed.
     ///
     /// From then on this answer is the outcome, even if other layers change the response. Any end
-    /// of the handler without this call makes the key UNKNOWN, also a reported success, because a
-    /// handler that commits by itself would run again after a kill. Only
+    /// of the handler without this call makes the key UNKNOWN, also a reported success (answered
+    /// with 500 `IDEMPOTENCY_TRANSACTION_ENDED`), because a handler that commits by itself would
+    /// run again after a kill. Only
     /// [`Outcome::Retryable`](crate::operation::rules::Outcome::Retryable) says that it has
     /// committed nothing.
     ///
@@ -162,7 +163,9 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
     ///
     /// # Errors
     /// [`GuardError`]. The transaction was rolled back, except after [`StoreError::CommitUnknown`],
-    /// and after [`StoreError::Fenced`]: the handler has ended the transaction itself.
+    /// and after [`StoreError::Fenced`]: the handler has ended the transaction itself. Each of the
+    /// three steps (check of the transaction, outcome, COMMIT) may take the route's completion
+    /// budget.
     ///
     /// # Cancel safety
     /// None: the outcome of a dropped commit is unknown. The layer does not drop handlers.

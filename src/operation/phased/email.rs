@@ -10,7 +10,8 @@
 //!   after a later attempt it proves nothing.
 //! * A 4xx, a 5xx about us (at the greeting, the credentials or our address), and a connection that
 //!   ends before the text of the e-mail prove that this attempt did not arrive: no attempt counts.
-//!   A lost answer counts: from then on the state is `possibly sent N times`.
+//!   A lost answer counts: from then on the state is `possibly sent N times`. When the attempts are
+//!   used up, the e-mail is dead, which an operator sees as parked.
 //! * The transport that writes files sends exactly once: a second attempt replaces the file of the
 //!   first.
 //!

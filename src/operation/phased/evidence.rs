@@ -51,6 +51,7 @@ pub(super) struct Observation<'a> {
     pub(super) operation_id: Uuid,
     pub(super) effect: &'a str,
     pub(super) epoch: i64,
+    /// 0 for a query.
     pub(super) send: u32,
     pub(super) by: By,
     pub(super) verdict: Verdict,

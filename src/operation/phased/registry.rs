@@ -35,10 +35,12 @@ pub struct DriveSettings {
     /// The longest pause until an operation is due again. Default 1 min.
     pub backoff_max: Duration,
     /// How long to retry storing proof that the database refuses, before the operation is parked
-    /// with that proof as the reason. Default 20 s.
+    /// with that proof as the reason. A database that is away does not count: the driver waits for
+    /// it until a stop. Default 20 s.
     pub refused_max: Duration,
-    /// How long a stopped driver tries to store each thing that it still has to say, while the
-    /// database is away. Then the send counts as one that may have arrived. Default 10 s.
+    /// How long a stopped driver tries to store each thing that it still has to say (what a
+    /// provider said, where it leaves the operation), while the database is away. What is not
+    /// stored then is lost: the send counts as one that may have arrived. Default 10 s.
     pub shutdown_grace: Duration,
 }
 

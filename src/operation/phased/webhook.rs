@@ -6,11 +6,14 @@
 //! * `webhook-id`, `Idempotency-Key` and the bytes of the body are committed before the first send
 //!   and are the same in every send. Timestamp and signature are made for each send.
 //! * A 2xx ends the operation. A 4xx is a refusal if it answers the only send that can have
-//!   arrived. All other results, redirects included, are tried again while the window is open.
+//!   arrived. All other results are tried again while the window is open; so are redirects, which
+//!   are not followed. After that the webhook is dead, which an operator sees as parked.
 //! * An endpoint that keeps failing gets no requests for a while; no attempt is counted.
 //! * Endpoints at private addresses are refused, unless their host is allowed. If a name resolves
 //!   to a private address, nothing is sent. This is no refusal, because the next resolution may
 //!   differ, but it counts as an attempt.
+//! * The number of requests to one endpoint at a time, and of failing endpoints that are
+//!   remembered, is bounded.
 //!
 //! [`Webhooks::flow`] is an operation of its own; its key is the id of the event. In another flow,
 //! `Effect::new("notify", webhooks, strategy)` sends one beside other effects.

@@ -52,6 +52,7 @@ impl Key {
         match lines {
             [] => Ok(None),
             [line] => Self::parse(unquoted(trimmed(line))?, format).map(Some),
+            // It is not certain which one is meant.
             _ => Err(Invalid::new(format!("the key is given in {} header lines: send one", lines.len()))),
         }
     }

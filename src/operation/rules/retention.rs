@@ -38,10 +38,12 @@ impl Retention {
     /// Refuses lifetimes that contradict each other.
     pub(crate) fn validate(&self) -> Result<(), Invalid> {
         if self.ttl.is_zero() {
+            // No answer would ever be replayed.
             Err(Invalid::new("`ttl` must be longer than zero"))
         } else if self.body > self.ttl {
             Err(Invalid::new("`body` must not be longer than `ttl`: nothing is replayed after it"))
         } else if self.metadata < self.ttl {
+            // The record would be deleted while its answer must still be replayed.
             Err(Invalid::new("`metadata` must be at least as long as `ttl`"))
         } else {
             Ok(())
