@@ -22,17 +22,6 @@ use crate::operation::rules::{
     Code, Fingerprint, Fingerprinter, IdempotentCommand, Keyring, Mode, OperationName, Record, Route,
 };
 
-/// Why an operation cannot be registered, with the setting that causes it.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct EndpointError(String);
-
-impl EndpointError {
-    pub(super) fn new(why: impl fmt::Display) -> Self {
-        Self(why.to_string())
-    }
-}
-
 pub(super) type Rebuild = Arc<dyn Fn(Record) -> BoxFuture<'static, Result<Reply, HandlerError>> + Send + Sync>;
 pub(super) type Reconcile =
     Arc<dyn Fn(Reconciling) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync>;
@@ -217,41 +206,40 @@ impl Endpoint {
     /// Refuses an operation of a mode that this door cannot serve: all its requests would get 503
     /// (M4).
     #[cfg(any(feature = "http", feature = "grpc"))]
-    pub(crate) fn served_by(self, door: &'static str, modes: &[Mode]) -> Result<Self, EndpointError> {
+    pub(crate) fn served_by(self, door: &'static str, modes: &[Mode]) -> Result<Self, Invalid> {
         let mode = self.route.mode;
         if modes.contains(&mode) {
             return Ok(self);
         }
         let takes = modes.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ");
-        let operation = self.operation.map_err(EndpointError::new)?;
-        Err(EndpointError(format!("the operation `{operation}` is of mode {mode}, and {door} takes mode {takes}")))
+        let operation = self.operation?;
+        Err(Invalid::new(format!("the operation `{operation}` is of mode {mode}, and {door} takes mode {takes}")))
     }
 
-    pub(super) fn register(self, durability: Durability, keyring: &Keyring) -> Result<Registered, EndpointError> {
+    pub(super) fn register(self, durability: Durability, keyring: &Keyring) -> Result<Registered, Invalid> {
         let route = &self.route;
-        route.validate(durability).map_err(EndpointError::new)?;
-        self.keeping.validate().map_err(EndpointError)?;
+        route.validate(durability)?;
+        self.keeping.validate()?;
         if let Some((name, _)) = self.counted_headers.iter().find(|(name, _)| !RawCommand::may_list(name)) {
             let why = "is no part of a command: it changes from one try to the next";
-            return Err(EndpointError(format!("the header `{name}` {why}")));
+            return Err(Invalid::new(format!("the header `{name}` {why}")));
         }
         // A typed operation claims every request; for a request without a key it makes one.
         let is_typed = matches!(route.mode, Mode::Transactional | Mode::Phased);
         if route.requirement == Requirement::Off && is_typed {
-            return Err(EndpointError::new("`requirement = off` is for the layer: a typed operation takes `optional`"));
+            return Err(Invalid::new("`requirement = off` is for the layer: a typed operation takes `optional`"));
         }
         if (route.replay == Replay::Reconstruct) != self.rebuild.is_some() {
-            return Err(EndpointError::new("`replay = reconstruct` needs `rebuilt_by`, and only it"));
+            return Err(Invalid::new("`replay = reconstruct` needs `rebuilt_by`, and only it"));
         }
         if route.reconciles != self.reconcile.is_some() {
-            return Err(EndpointError::new("`reconciles` needs `reconciled_by`, and only it"));
+            return Err(Invalid::new("`reconciles` needs `reconciled_by`, and only it"));
         }
         if route.while_running == WhileRunning::Accepted && route.operation_path.is_none() {
-            return Err(EndpointError::new("`while_running = accepted` needs `operation_path`"));
+            return Err(Invalid::new("`while_running = accepted` needs `operation_path`"));
         }
-        let operation = self.operation.clone().map_err(EndpointError::new)?;
-        let fingerprinter = Fingerprinter::new(operation, self.readable.clone(), self.write_version, keyring.clone());
-        let fingerprinter = fingerprinter.map_err(EndpointError::new)?;
+        let operation = self.operation.clone()?;
+        let fingerprinter = Fingerprinter::new(operation, self.readable.clone(), self.write_version, keyring.clone())?;
         Ok(Registered(Arc::new(Parts { endpoint: self, fingerprinter, last_was_new: AtomicBool::new(false) })))
     }
 }

@@ -17,14 +17,14 @@ use tokio_util::task::TaskTracker;
 
 use super::admission::Admission;
 use super::codec::{self, Kept, SealError, Sealer};
-use super::endpoint::{Endpoint, EndpointError, Registered};
+use super::endpoint::{Endpoint, Registered};
 use super::live::Live;
 use super::memory::{BodyMemory, BodyPermit};
 use super::quota::StoredQuota;
 use super::reach::Reach;
 use super::reply::Reply;
 use super::running::Running;
-use crate::error::StoreError;
+use crate::error::{Invalid, StoreError};
 use crate::observe::{self, Health};
 use crate::operation::port::{Answer, KeptBody, Keys};
 use crate::operation::rules::pace;
@@ -165,16 +165,16 @@ impl Core {
     /// Settings of the endpoint that contradict each other; a name that another operation of this
     /// engine has (the two would share keys, and the lifetimes of one would apply to the other); a
     /// limit on stored bytes with a store that does not count them.
-    pub fn protect(&self, endpoint: Endpoint) -> Result<Registered, EndpointError> {
+    pub fn protect(&self, endpoint: Endpoint) -> Result<Registered, Invalid> {
         if self.inner.stored_quota.is_some() && self.inner.store.durability() == Durability::Guard {
-            return Err(EndpointError::new(
+            return Err(Invalid::new(
                 "`stored_bytes_per_tenant_max` needs a store that counts the bytes of a tenant: a guard does not",
             ));
         }
         let registered = endpoint.register(self.inner.store.durability(), &self.inner.keyring)?;
         let mut endpoints = lock(&self.inner.endpoints);
         if !endpoints.iter().all(|there| there.goes_with(&registered)) {
-            return Err(EndpointError::new(format_args!(
+            return Err(Invalid::new(format!(
                 "`{}` is protected already, and otherwise: operations with one name share their keys, so each needs a \
                  name of its own; one that is served at two places is registered once, or twice alike",
                 registered.operation()

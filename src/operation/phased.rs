@@ -52,7 +52,7 @@ pub use self::{
     effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo},
     ends::{First, Local, Settled},
     engine::PhasedEngine,
-    flow::{Flow, FlowBuilder, FlowError},
+    flow::{Flow, FlowBuilder},
     identity::{Identities, ProviderKey},
     phase::{FirstPhase, LocalPhase, Phase, SettledPhase},
     provider::{Asked, Call, Prepare, Provider, Sent},

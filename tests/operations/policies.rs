@@ -7,10 +7,11 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use oncebox::HandlerError;
 use oncebox::adapter::unreadable;
+use oncebox::error::Invalid;
 use oncebox::http::idempotency::{IdempotencyLayer, TypedOperation};
 use oncebox::operation::{
-    AfterExpiry, Code, EffectTx, Endpoint, EndpointError, Engine, EngineOptions, Keep, KeyFormat, KeyGiven, Mode,
-    Outcome, Registered, Replay, Reply, Requirement, Retention, Route, Scope, State,
+    AfterExpiry, Code, EffectTx, Endpoint, Engine, EngineOptions, Keep, KeyFormat, KeyGiven, Mode, Outcome, Registered,
+    Replay, Reply, Requirement, Retention, Route, Scope, State,
 };
 use oncebox::store::KeyFilter;
 use oncebox::store::sqlite::SqliteStore;
@@ -330,7 +331,7 @@ async fn m4_choices_that_cannot_keep_the_promise_are_refused_when_they_are_regis
 // Shown by: registering whatever mode comes: each request gets 503 for ever.
 #[tokio::test]
 async fn m4_a_mode_that_the_door_does_not_serve_is_refused_with_both_names() {
-    type Register = fn(&Engine<SqliteStore>, Endpoint) -> Result<(), EndpointError>;
+    type Register = fn(&Engine<SqliteStore>, Endpoint) -> Result<(), Invalid>;
     let world = sqlite().await;
     let doors: [(&str, &[Mode], Register); 3] = [
         ("the layer", &[Mode::Edge, Mode::Bridged], |engine, endpoint| {

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
+use oncebox::error::Invalid;
 use oncebox::operation::phased::{
-    Effect, First, FirstPhase, Flow, FlowError, Phase, PhasedEngine, Settled, SettledPhase, SettledPoint, Settlements,
+    Effect, First, FirstPhase, Flow, Phase, PhasedEngine, Settled, SettledPhase, SettledPoint, Settlements,
 };
 use oncebox::operation::provider::{KeyWindow, Strategy};
 use oncebox::operation::{Endpoint, Engine, EngineOptions, Mode, Registered, Reply, Route};
@@ -34,12 +35,12 @@ fn effect(name: &'static str, strategy: Strategy) -> Effect<Scripted> {
     Effect::new(name, Scripted::default(), strategy)
 }
 
-fn of(effects: &[Effect<Scripted>]) -> Result<Flow<SqliteStore>, FlowError> {
+fn of(effects: &[Effect<Scripted>]) -> Result<Flow<SqliteStore>, Invalid> {
     let begun = Flow::begin("create_charge", 1, Nothing);
     effects.iter().fold(begun, |flow, effect| flow.effect(effect, Nothing)).build()
 }
 
-fn assert_says(refused: &FlowError, what: &str) {
+fn assert_says(refused: &Invalid, what: &str) {
     assert!(refused.to_string().contains(what), "{refused}");
 }
 

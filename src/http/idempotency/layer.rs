@@ -25,7 +25,7 @@ use crate::error::Invalid;
 use crate::operation::port::Keys;
 use crate::operation::rules::raw::RawCommand;
 use crate::operation::rules::{Code, Mode};
-use crate::operation::{Asking, EdgeAnswer, Endpoint, EndpointError, Engine, Guard, Problem, Registered};
+use crate::operation::{Asking, EdgeAnswer, Endpoint, Engine, Guard, Problem, Registered};
 
 /// Protects one method of a route as one operation: `post(handler).route_layer(layer)`.
 #[derive(Debug)]
@@ -45,7 +45,7 @@ impl<S: Keys> IdempotencyLayer<S> {
     ///
     /// # Errors
     /// As [`Engine::protect`](crate::operation::Core::protect); any other mode.
-    pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
+    pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, Invalid> {
         let endpoint = endpoint.served_by("the layer", &[Mode::Edge, Mode::Bridged])?;
         Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)? })
     }

@@ -30,13 +30,13 @@ use serde::{Deserialize, Serialize};
 pub use super::sending::delivery;
 pub use crate::email::carriage::EmailTransport;
 
-use super::flow::{Flow, FlowError};
+use super::flow::Flow;
 use super::identity::ProviderKey;
 use super::provider::{Call, Prepare, Provider, Sent};
 use super::sending;
 use crate::email::carriage::{address, compose, message_id};
 use crate::email::smtp::{Failure, Means};
-use crate::error::HandlerError;
+use crate::error::{HandlerError, Invalid};
 use crate::operation::Endpoint;
 use crate::operation::rules::provider::{Answer, Strategy};
 use crate::operation::rules::{FingerprintWriter, IdempotentCommand, Mode, Route};
@@ -102,7 +102,7 @@ impl Emails {
     ///
     /// # Errors
     /// As [`FlowBuilder::build`](super::FlowBuilder::build).
-    pub fn flow<S: Base>(self) -> Result<Flow<S>, FlowError> {
+    pub fn flow<S: Base>(self) -> Result<Flow<S>, Invalid> {
         sending::flow::<S, SendEmail, _>("email", self, Strategy::Repeatable, "EMAIL_REFUSED")
     }
 

@@ -16,11 +16,11 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::driver::{Came, End, Ended};
-use super::flow::{AnyCommand, Flow, FlowError};
+use super::flow::{AnyCommand, Flow};
 use super::opening::{Opened, Opening};
 use super::registry::{DriveSettings, Phased};
 use super::taken::taken;
-use crate::error::StoreError;
+use crate::error::{Invalid, StoreError};
 use crate::observe::Noted;
 use crate::operation::port::phases::{Phases, Taken};
 use crate::operation::rules::flow::Stage;
@@ -50,7 +50,7 @@ impl PhasedEngine {
         engine: &Engine<S>,
         deployment: Uuid,
         flows: impl IntoIterator<Item = (Flow<S>, &'e Registered)>,
-    ) -> Result<Self, FlowError> {
+    ) -> Result<Self, Invalid> {
         Self::driven(engine, deployment, DriveSettings::default(), flows)
     }
 
@@ -63,7 +63,7 @@ impl PhasedEngine {
         deployment: Uuid,
         settings: DriveSettings,
         flows: impl IntoIterator<Item = (Flow<S>, &'e Registered)>,
-    ) -> Result<Self, FlowError> {
+    ) -> Result<Self, Invalid> {
         let store = Arc::clone(engine.store()) as Arc<dyn Phases>;
         let mut phased = Phased::new(engine.core.clone(), store, deployment);
         phased.settings = settings;
@@ -71,12 +71,12 @@ impl PhasedEngine {
             let (flow, operation, mode) = (flow.0, endpoint.operation().as_str(), endpoint.route().mode);
             if flow.name != operation {
                 let flow = flow.name;
-                return Err(FlowError(format!(
+                return Err(Invalid::new(format!(
                     "flow `{flow}` is not of the operation `{operation}`: give them one name"
                 )));
             }
             if mode != Mode::Phased {
-                return Err(FlowError(format!(
+                return Err(Invalid::new(format!(
                     "the operation `{operation}` is of mode {mode}: phases take mode phased"
                 )));
             }

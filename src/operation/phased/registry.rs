@@ -13,9 +13,9 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::flow::{AnyFlow, FlowError};
+use super::flow::AnyFlow;
 use super::vault::Vault;
-use crate::error::StoreError;
+use crate::error::{Invalid, StoreError};
 use crate::observe::{Noted, noted};
 use crate::operation::port::phases::Phases;
 use crate::operation::rules::{Identity, Route};
@@ -90,11 +90,11 @@ impl Phased {
         Self { engine, store, vault, settings, deployment, wake: Notify::new(), members: BTreeMap::new() }
     }
 
-    pub(super) fn register(&mut self, flow: AnyFlow, endpoint: Registered) -> Result<(), FlowError> {
+    pub(super) fn register(&mut self, flow: AnyFlow, endpoint: Registered) -> Result<(), Invalid> {
         flow.fits(endpoint.route().lease)?;
         let at = (flow.name, flow.version);
         if self.members.contains_key(&at) {
-            return Err(FlowError(format!("flow `{}` is registered twice with version {}", at.0, at.1)));
+            return Err(Invalid::new(format!("flow `{}` is registered twice with version {}", at.0, at.1)));
         }
         self.members.insert(at, Arc::new(Member { flow, endpoint }));
         Ok(())

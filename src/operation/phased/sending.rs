@@ -9,10 +9,10 @@ use serde::de::DeserializeOwned;
 
 use super::effect::{Effect, Settlement, Settlements};
 use super::ends::{First, Settled};
-use super::flow::{Flow, FlowError};
+use super::flow::Flow;
 use super::phase::{FirstPhase, Phase, SettledPhase};
 use super::provider::Prepare;
-use crate::error::HandlerError;
+use crate::error::{HandlerError, Invalid};
 use crate::operation::Reply;
 use crate::operation::port::phases::StoredOperation;
 use crate::operation::rules::IdempotentCommand;
@@ -27,7 +27,7 @@ pub(super) fn flow<S, C, P>(
     provider: P,
     strategy: Strategy,
     refused: &'static str,
-) -> Result<Flow<S>, FlowError>
+) -> Result<Flow<S>, Invalid>
 where
     S: Base,
     C: IdempotentCommand + Serialize + DeserializeOwned + Send + Sync + 'static,

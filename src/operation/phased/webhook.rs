@@ -29,16 +29,16 @@ use reqwest::header::HeaderValue;
 use reqwest::{Method, Url};
 use serde::{Deserialize, Serialize};
 
-pub use self::sign::{BadSecret, WebhookSecret};
+pub use self::sign::WebhookSecret;
 pub use super::sending::delivery;
 
 use self::address::{Addresses, Barred, Public};
-use super::flow::{Flow, FlowError};
+use super::flow::Flow;
 use super::http::{CallOutcome, HttpCaller};
 use super::identity::ProviderKey;
 use super::provider::{Call, Prepare, Provider, Sent};
 use super::sending;
-use crate::error::HandlerError;
+use crate::error::{HandlerError, Invalid};
 use crate::operation::Endpoint;
 use crate::operation::rules::provider::{Answer, KeyWindow, Strategy};
 use crate::operation::rules::{FingerprintWriter, IdempotentCommand, Mode, Route};
@@ -165,7 +165,7 @@ impl Webhooks {
     ///
     /// # Errors
     /// Nothing can be sent again in that window.
-    pub fn flow<S: Base>(self, window: KeyWindow) -> Result<Flow<S>, FlowError> {
+    pub fn flow<S: Base>(self, window: KeyWindow) -> Result<Flow<S>, Invalid> {
         sending::flow::<S, SendWebhook, _>("webhook", self, Strategy::Key(window), "WEBHOOK_REFUSED")
     }
 
