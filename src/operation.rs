@@ -60,14 +60,13 @@ pub use self::{
     rules::delivery::Delivery,
     rules::flow::Stage,
     rules::problem::KeyState,
-    rules::raw::RawCommand,
     rules::record::{Resource, StoredAnswer, StoredBody, Tombstone},
     rules::retention::Retention,
     rules::route::{AfterExpiry, Durability, Effects, MismatchStatus, Replay, Requirement, WhileRunning},
     rules::{
-        Canonical, Code, Decimal, Fingerprint, FingerprintValue, FingerprintWriter, Fingerprinter, IdempotentCommand,
-        Identity, Key, KeyFormat, Keyring, Kid, Mode, OperationName, Outcome, PrincipalMark, Record, Route, Scope,
-        State, ValueWriter, provider, resend,
+        Canonical, Code, Decimal, Fingerprint, FingerprintValue, FingerprintWriter, IdempotentCommand, Identity, Key,
+        KeyFormat, Keyring, Kid, Mode, OperationName, Outcome, PrincipalMark, Record, Route, Scope, State, ValueWriter,
+        provider, resend,
     },
     transactional::EffectTx,
 };

@@ -205,7 +205,7 @@ pub(crate) async fn create<S: Books>(State(app): State<App<S>>, request: Request
     reach("charge.received").await;
     let (endpoint, scope) = (charges.typed.endpoint(), Some(taken.scoped.scope));
     let answered = phased
-        .execute_phased_holding(taken.permit, endpoint, scope, taken.key, taken.scoped.command, charges.budget)
+        .execute_phased(endpoint, scope, taken.key, taken.scoped.command, Some(taken.permit), charges.budget)
         .await;
     reach("charge.committed").await;
     respond(answered)

@@ -75,7 +75,7 @@ async fn m43_a_recovery_is_202_where_the_route_says_so<S: Sql>(world: World<S>) 
         })
     });
     let url = layered(&world, endpoint, &gate).await + "/put";
-    left_behind(&world, Mode::Edge, "{}").await;
+    left_behind(&world, Mode::Edge).await;
     let pending = send(post(&url, K1, "{}")).await;
     is_accepted(&pending, Code::RecoveryPending, &world).await;
     asked.begun().await;

@@ -9,8 +9,8 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::post as route_post;
 use oncebox::http::idempotency::{IdempotencyLayer, OutcomeTag};
 use oncebox::operation::{
-    Code, EffectTx, Effects, Endpoint, EngineOptions, Fingerprinter, Keyring, Kid, Mode, Outcome, Record, Reply,
-    Retention, Route, State,
+    Code, EffectTx, Effects, Endpoint, EngineOptions, Keyring, Kid, Mode, Outcome, Record, Reply, Retention, Route,
+    State,
 };
 
 use super::kit::*;
@@ -45,31 +45,32 @@ async fn stored<S: Sql>(world: &World<S>, principal: &str, fingerprint: &str) ->
     world.store.number(&sql).await
 }
 
+/// What a process with these secrets stores of one principal and its command.
+async fn written<S: Sql>(world: &World<S>, keyring: Keyring, key_text: &str) -> (String, String) {
+    let process = world.process(EngineOptions { keyring, ..EngineOptions::default() });
+    let endpoint = process.protect(same_tx());
+    first(run(&process, &endpoint, key_text, "a", effect(&Gate::open())).await);
+    let record = world.record("t1", key_text).await.unwrap();
+    (record.principal.to_string(), record.fingerprint.to_string())
+}
+
 // Shown by: marking the principal without the engine's secrets; protecting an endpoint without
 // them.
 async fn o20_o21_fingerprints_and_principals_reach_the_store_as_keyed_hashes<S: Sql>(world: World<S>) {
-    let keyed = with_ring(&world, "k1", &["k1"]);
-    let endpoint = keyed.protect(same_tx());
-    let gate = Gate::open();
-    first(run(&keyed, &endpoint, K1, "a", effect(&gate)).await);
-    let written = |ring: Keyring| {
-        let principal = scope("t1", "p1").mark(&ring).to_string();
-        let fingerprinter = Fingerprinter::new("put".parse().unwrap(), 1..=1, None, ring).unwrap();
-        (principal, fingerprinter.write(&put("a")).to_string())
-    };
-    let (principal, fingerprint) = written(ring("k1", &["k1"]));
+    let (principal, fingerprint) = written(&world, ring("k1", &["k1"]), K1).await;
     assert!(principal.starts_with("k1:") && fingerprint.starts_with("1:k1:"), "{principal} {fingerprint}");
     assert_eq!(stored(&world, &principal, &fingerprint).await, 1);
     // Who reads the database, and guesses command and principal, cannot show that the guess is
     // right: the hashes of neither are there without the secret, nor with another one.
     let other = Keyring::new("k1".parse().unwrap(), [("k1".parse().unwrap(), [7_u8; 32].as_slice())]).unwrap();
-    for guess in [Keyring::plain(), other] {
-        let (guessed_principal, guessed_fingerprint) = written(guess);
+    for (number, guess) in [Keyring::plain(), other].into_iter().enumerate() {
+        let (guessed_principal, guessed_fingerprint) = written(&world, guess, &format!("{K1}-{number}")).await;
         for (guessed, true_one) in [(guessed_principal, &principal), (guessed_fingerprint, &fingerprint)] {
             assert_ne!(guessed.rsplit(':').next(), true_one.rsplit(':').next());
         }
     }
     // The layer writes them as well.
+    let gate = Gate::open();
     let url = layered(&with_ring(&world, "k1", &["k1"]), Endpoint::raw("put", edge()), &gate).await + "/put";
     assert_eq!(send(post(&url, K2, "{}")).await.status, 201);
     let record = world.record("t1", K2).await.unwrap();

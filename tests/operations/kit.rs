@@ -10,9 +10,8 @@ use futures_util::future::BoxFuture;
 use oncebox::HandlerError;
 use oncebox::http::idempotency::{IdempotencyScope, JsonCommand};
 use oncebox::operation::{
-    Answered, Code, EffectTx, Endpoint, Engine, EngineOptions, FingerprintWriter, Fingerprinter, IdempotentCommand,
-    Identity, Key, KeyFormat, KeyGiven, Keyring, Mode, Outcome, Problem, Record, Registered, Reply, Route, Scope,
-    State,
+    Answered, Code, EffectTx, Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Identity, Key,
+    KeyFormat, KeyGiven, Keyring, Mode, Outcome, Problem, Record, Registered, Reply, Route, Scope, State,
 };
 use oncebox::sqlx::{AssertSqlSafe, Database, query_scalar, raw_sql};
 use oncebox::store::OperationStore;
@@ -311,13 +310,16 @@ pub(crate) fn identity(tenant: &str, key: &str) -> Identity {
     Identity::new(&scope(tenant, "p1"), "put".parse().unwrap(), key)
 }
 
+/// The stored fingerprint of `put("a")`.
+const PUT_A: &str = "1:sha256:489e9e19da9685fe4ab10c52d2016b6f4ac820d7ce6b5a9ad292e2f2a03963ae";
+
 /// A claim of tenant `t1` for the command with the text `a`, without a request.
 pub(crate) fn claim(endpoint: &Registered, key: &str, mode: Mode, lease: Duration) -> KeyClaim {
-    let fingerprinter = Fingerprinter::new(endpoint.operation().clone(), 1..=1, None, Keyring::plain()).unwrap();
+    let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
     KeyClaim {
-        identity: identity("t1", key),
+        identity: Identity::new(&scope("t1", "p1"), endpoint.operation().clone(), key),
         principal: scope("t1", "p1").mark(&Keyring::plain()),
-        fingerprint: fingerprinter.write(&put("a")),
+        fingerprint: PUT_A.parse().unwrap(),
         mode,
         operation_id: uuid::Uuid::now_v7(),
         owner: uuid::Uuid::now_v7(),

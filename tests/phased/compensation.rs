@@ -100,7 +100,7 @@ async fn ordered<S: Rows>(store: &S, told: &Scripted, careful: bool) -> (Answere
         (Scope::new("t1", "p1").unwrap(), Key::parse(b"key-0000000000000001", KeyFormat::Opaque).unwrap());
     let budget = Duration::from_secs(20);
     let command = Charge { amount: 700 };
-    let answered = phased.execute_phased(&endpoint, Some(scope), KeyGiven::Given(key), command, budget).await;
+    let answered = phased.execute_phased(&endpoint, Some(scope), KeyGiven::Given(key), command, None, budget).await;
     let ids = store.operation_ids().await;
     (answered, store.operation(ids[0]).await.unwrap().unwrap())
 }

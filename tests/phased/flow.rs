@@ -466,8 +466,8 @@ impl<S: Rows> Service<S> {
     /// A request that may be refused because the database is not there.
     pub(crate) async fn ask_once(&self, key: &str, amount: i64, budget: Duration) -> Answered {
         let scope = Scope::new("t1", "p1").unwrap();
-        let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
-        self.phased.execute_phased(&self.endpoint, Some(scope), KeyGiven::Given(key), Charge { amount }, budget).await
+        let key = KeyGiven::Given(Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap());
+        self.phased.execute_phased(&self.endpoint, Some(scope), key, Charge { amount }, None, budget).await
     }
 
     /// The request again and again, as a client does, until an outcome is answered.

@@ -58,7 +58,7 @@ impl Service {
     {
         let key = KeyGiven::Given(Key::parse(event.to_string().as_bytes(), KeyFormat::UuidV7).unwrap());
         let scope = Some(Scope::new("t1", "payments").unwrap());
-        self.phased.execute_phased(&self.endpoint, scope, key, command, Duration::from_millis(10)).await
+        self.phased.execute_phased(&self.endpoint, scope, key, command, None, Duration::from_millis(10)).await
     }
 
     /// The status of its outcome, asked for until it is there.

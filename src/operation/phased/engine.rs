@@ -92,7 +92,9 @@ impl PhasedEngine {
     }
 
     /// Runs an operation for a request, and waits for its outcome for at most `budget`. After that
-    /// it answers 202 or 409 `IDEMPOTENCY_RECOVERY_PENDING`, and the operation continues.
+    /// it answers 202 or 409 `IDEMPOTENCY_RECOVERY_PENDING`, and the operation continues. `permit`
+    /// is that of the command's body in the engine's memory budget (`body_memory_max`), if it has
+    /// one: it is returned when neither this request nor its driver needs the command.
     ///
     /// # Cancel safety
     /// Dropped before the first phase has begun: nothing happened. Dropped later: the operation
@@ -103,40 +105,7 @@ impl PhasedEngine {
         scope: Option<Scope>,
         key: KeyGiven,
         command: C,
-        budget: Duration,
-    ) -> Answered
-    where
-        C: Canonical + Serialize + Send + Sync + 'static,
-    {
-        self.execute(None, endpoint, (scope, key, command), budget).await
-    }
-
-    /// As [`Self::execute_phased`], for a command whose body holds a permit of the engine's memory
-    /// budget (`body_memory_max`). The permit is returned when neither this request nor its driver
-    /// needs the command.
-    ///
-    /// # Cancel safety
-    /// As [`Self::execute_phased`].
-    pub async fn execute_phased_holding<C>(
-        &self,
-        permit: BodyPermit,
-        endpoint: &Registered,
-        scope: Option<Scope>,
-        key: KeyGiven,
-        command: C,
-        budget: Duration,
-    ) -> Answered
-    where
-        C: Canonical + Serialize + Send + Sync + 'static,
-    {
-        self.execute(Some(permit), endpoint, (scope, key, command), budget).await
-    }
-
-    async fn execute<C>(
-        &self,
         permit: Option<BodyPermit>,
-        endpoint: &Registered,
-        (scope, key, command): (Option<Scope>, KeyGiven, C),
         budget: Duration,
     ) -> Answered
     where

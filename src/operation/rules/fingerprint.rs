@@ -41,7 +41,7 @@ pub trait IdempotentCommand {
     fn fingerprint(&self, version: u32, writer: &mut FingerprintWriter);
 }
 
-/// What a [`Fingerprinter`] takes: any [`IdempotentCommand`], or the raw request of the generic
+/// What a fingerprint is made of: any [`IdempotentCommand`], or the raw request of the generic
 /// layer.
 pub trait Canonical {
     /// Writes the fields as they belong to that version.
@@ -76,7 +76,7 @@ pub(crate) enum Comparison {
 
 /// The fingerprints of one operation: which versions are read, and which one is written.
 #[derive(Debug, Clone)]
-pub struct Fingerprinter {
+pub(crate) struct Fingerprinter {
     operation: OperationName,
     readable: RangeInclusive<u32>,
     write_version: u32,
@@ -84,13 +84,10 @@ pub struct Fingerprinter {
 }
 
 impl Fingerprinter {
-    /// For an operation whose command can be written in these versions. The default of
-    /// `write_version` is the oldest one, which every process that runs beside this one can read
-    /// (O21).
-    ///
-    /// # Errors
-    /// `write_version` is not one of these versions.
-    pub fn new(
+    /// For an operation whose command can be written in these versions, of which `write_version`
+    /// must be one. Its default is the oldest one, which every process that runs beside this one
+    /// can read (O21).
+    pub(crate) fn new(
         operation: OperationName,
         readable: RangeInclusive<u32>,
         write_version: Option<u32>,
@@ -107,8 +104,7 @@ impl Fingerprinter {
     }
 
     /// The fingerprint for a new record of this command.
-    #[must_use]
-    pub fn write(&self, command: &(impl Canonical + ?Sized)) -> Fingerprint {
+    pub(crate) fn write(&self, command: &(impl Canonical + ?Sized)) -> Fingerprint {
         let (kid, hash) = self.keyring.write(&self.message(self.write_version, command));
         Fingerprint { version: self.write_version, kid, hash }
     }
