@@ -141,7 +141,7 @@ async fn how_it_ended(engine: &Core, record: &Record) -> Result<Option<NewEviden
 fn outcome_of(endpoint: &Registered, run: &NewEvidence) -> RunOutcome {
     tracing::warn!(operation = %endpoint.operation(), verdict = %run.verdict, "a run had ended that the route did not find");
     let body = AnswerBody::Tombstone(Tombstone::Withheld);
-    let (status, schema_version) = (run.status.unwrap_or(200), endpoint.endpoint().schema_version);
+    let (status, schema_version) = (run.status.unwrap_or(200), endpoint.route().schema_version);
     let answer = Answer { status, schema_version, body, resource: None };
     match run.verdict.as_str() {
         "success" => RunOutcome::Completed(answer),
