@@ -53,7 +53,7 @@ pub use self::{
     codec::{Kept, SealError, Sealer},
     edge::{EdgeAnswer, Ended, Guard, GuardError},
     endpoint::{Endpoint, Reconciled, Reconciling, Registered},
-    engine::{Core, Engine, EngineOptions},
+    engine::{Core, DriveSettings, Engine, EngineOptions},
     front::{Asking, KeyGiven},
     memory::BodyPermit,
     reply::{Answered, Keep, Problem, Reply},

@@ -60,6 +60,7 @@ pub(super) struct Inner {
     pub(super) open_per_tenant_max: Option<u32>,
     stored_quota: Option<StoredQuota>,
     region: Option<(String, Home)>,
+    pub(super) driving: DriveSettings,
     live: Live,
     endpoints: Mutex<Vec<Registered>>,
     tasks: TaskTracker,
@@ -96,6 +97,8 @@ pub struct EngineOptions {
     /// Where the engine reports whether its store answers, as the part `operations`. Default: the
     /// log only.
     pub health: Health,
+    /// How phased operations are driven.
+    pub driving: DriveSettings,
 }
 
 impl Default for EngineOptions {
@@ -109,6 +112,42 @@ impl Default for EngineOptions {
             stored_bytes_per_tenant_max: None,
             region: None,
             health: Health::default(),
+            driving: DriveSettings::default(),
+        }
+    }
+}
+
+/// Settings of the drivers of operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DriveSettings {
+    /// After how many attempts in vain an operation is parked (O9). Default 100: more than an hour.
+    pub attempts_max: u32,
+    /// After how many calls that prove nothing a drive releases its operation. Default 3.
+    pub calls_per_drive: u32,
+    /// The longest pause of a provider for which a driver keeps its operation. Default 2.5 s.
+    pub wait_max: Duration,
+    /// The pause after the first attempt in vain; it doubles each time. Default 1 s.
+    pub backoff_first: Duration,
+    /// The longest pause until an operation is due again. Default 1 min.
+    pub backoff_max: Duration,
+    /// How long to retry storing proof that the database refuses, before the operation is parked
+    /// with that proof as the reason. Default 20 s.
+    pub refused_max: Duration,
+    /// How long a stopped driver tries to store each thing that it still has to say, while the
+    /// database is away. Then the send counts as one that may have arrived. Default 10 s.
+    pub shutdown_grace: Duration,
+}
+
+impl Default for DriveSettings {
+    fn default() -> Self {
+        Self {
+            attempts_max: 100,
+            calls_per_drive: 3,
+            wait_max: Duration::from_millis(2_500),
+            backoff_first: Duration::from_secs(1),
+            backoff_max: Duration::from_secs(60),
+            refused_max: Duration::from_secs(20),
+            shutdown_grace: Duration::from_secs(10),
         }
     }
 }
@@ -132,6 +171,7 @@ impl<S: Keys> Engine<S> {
                 open_per_tenant_max: options.open_per_tenant_max,
                 stored_quota: options.stored_bytes_per_tenant_max.map(StoredQuota::new),
                 region: options.region,
+                driving: options.driving,
                 live: Live::new(),
                 endpoints: Mutex::default(),
                 tasks: TaskTracker::new(),

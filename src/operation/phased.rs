@@ -57,5 +57,4 @@ pub use self::{
     phase::{FirstPhase, LocalPhase, Phase, SettledPhase},
     provider::{Asked, Call, Prepare, Provider, Sent},
     recovery::{Recovery, RecoveryOptions},
-    registry::DriveSettings,
 };

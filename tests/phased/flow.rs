@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use oncebox::operation::phased::{
-    DriveSettings, Effect, First, FirstPhase, Flow, Local, LocalPhase, LocalPoint, Phase, PhasedEngine, Prepare,
-    Provider, Recovery, RecoveryOptions, Settled, SettledPhase, SettledPoint, Settlement, Settlements,
+    Effect, First, FirstPhase, Flow, Local, LocalPhase, LocalPoint, Phase, PhasedEngine, Prepare, Provider, Recovery,
+    RecoveryOptions, Settled, SettledPhase, SettledPoint, Settlement, Settlements,
 };
 use oncebox::operation::provider::{KeyWindow, Strategy};
 use oncebox::operation::{
-    AfterExpiry, Answered, Code, Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Key, KeyFormat,
-    KeyGiven, Keyring, Mode, Registered, Reply, Route, Scope, Sealer, Stage, WhileRunning,
+    AfterExpiry, Answered, Code, DriveSettings, Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand,
+    Key, KeyFormat, KeyGiven, Keyring, Mode, Registered, Reply, Route, Scope, Sealer, Stage, WhileRunning,
 };
 use oncebox::store::{Base, Phases, StoredOperation};
 use oncebox::{HandlerError, NewMessage, async_trait};
@@ -439,6 +439,7 @@ impl<S: Rows> Service<S> {
             sealer: plan.sealer.clone(),
             keyring: plan.keyring.clone(),
             stored_bytes_per_tenant_max: plan.stored_max,
+            driving: plan.settings,
             ..EngineOptions::default()
         };
         let engine = Engine::new(store.clone(), options);
@@ -448,8 +449,7 @@ impl<S: Rows> Service<S> {
             Some(deployment) => deployment,
             None => store.deployment().await.unwrap(),
         };
-        let flows = [(flow(plan, provider), &endpoint)];
-        let phased = PhasedEngine::driven(&engine, deployment, plan.settings, flows).unwrap();
+        let phased = PhasedEngine::new(&engine, deployment, [(flow(plan, provider), &endpoint)]).unwrap();
         Self { store: store.clone(), engine, endpoint, phased }
     }
 

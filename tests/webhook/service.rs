@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use oncebox::operation::phased::webhook::delivery;
-use oncebox::operation::phased::{DriveSettings, Flow, PhasedEngine, Recovery, RecoveryOptions};
+use oncebox::operation::phased::{Flow, PhasedEngine, Recovery, RecoveryOptions};
 use oncebox::operation::{
-    Answered, Delivery, Endpoint, Engine, EngineOptions, IdempotentCommand, Key, KeyFormat, KeyGiven, Registered,
-    Retention, Scope, Tombstone,
+    Answered, Delivery, DriveSettings, Endpoint, Engine, EngineOptions, IdempotentCommand, Key, KeyFormat, KeyGiven,
+    Registered, Retention, Scope, Tombstone,
 };
 use oncebox::sqlx;
 use oncebox::store::sqlite::SqliteStore;
@@ -37,15 +37,15 @@ impl Drop for Service {
 }
 
 impl Service {
-    pub(crate) async fn over(endpoint: Endpoint, flow: Flow<SqliteStore>, settings: DriveSettings) -> Self {
+    pub(crate) async fn over(endpoint: Endpoint, flow: Flow<SqliteStore>, driving: DriveSettings) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let url = format!("sqlite://{}", directory.path().join("test.db").display());
         let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
         store.migrate().await.unwrap();
-        let engine = Engine::new(store.clone(), EngineOptions::default());
+        let engine = Engine::new(store.clone(), EngineOptions { driving, ..EngineOptions::default() });
         let endpoint = engine.protect(endpoint).unwrap();
         let deployment = store.deployment().await.unwrap();
-        let phased = PhasedEngine::driven(&engine, deployment, settings, [(flow, &endpoint)]).unwrap();
+        let phased = PhasedEngine::new(&engine, deployment, [(flow, &endpoint)]).unwrap();
         let every = RecoveryOptions { every: Duration::from_millis(20), ..RecoveryOptions::default() };
         let recovery = Recovery::new(&phased, every, oncebox::observe::Health::default());
         let worker = tokio::spawn(recovery.run(CancellationToken::new()));

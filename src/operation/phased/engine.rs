@@ -18,7 +18,7 @@ use uuid::Uuid;
 use super::driver::{Came, End, Ended};
 use super::flow::{AnyCommand, Flow};
 use super::opening::{Opened, Opening};
-use super::registry::{DriveSettings, Phased};
+use super::registry::Phased;
 use super::taken::taken;
 use crate::error::{Invalid, StoreError};
 use crate::observe::Noted;
@@ -51,22 +51,8 @@ impl PhasedEngine {
         deployment: Uuid,
         flows: impl IntoIterator<Item = (Flow<S>, &'e Registered)>,
     ) -> Result<Self, Invalid> {
-        Self::driven(engine, deployment, DriveSettings::default(), flows)
-    }
-
-    /// As [`Self::new`], with settings of how operations are driven.
-    ///
-    /// # Errors
-    /// As [`Self::new`].
-    pub fn driven<'e, S: Phases + Base>(
-        engine: &Engine<S>,
-        deployment: Uuid,
-        settings: DriveSettings,
-        flows: impl IntoIterator<Item = (Flow<S>, &'e Registered)>,
-    ) -> Result<Self, Invalid> {
         let store = Arc::clone(engine.store()) as Arc<dyn Phases>;
         let mut phased = Phased::new(engine.core.clone(), store, deployment);
-        phased.settings = settings;
         for (flow, endpoint) in flows {
             let (flow, operation, mode) = (flow.0, endpoint.operation().as_str(), endpoint.route().mode);
             if flow.name != operation {
