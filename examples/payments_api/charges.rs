@@ -76,7 +76,7 @@ struct Settle;
 
 /// The same each time that a phase runs, and not derived from what the client sent.
 fn charge_id<S: Books>(phase: &Phase<'_, S>) -> String {
-    format!("pay_{}", phase.context().identities().row("payment").simple())
+    format!("pay_{}", phase.context().row("payment").simple())
 }
 
 fn payment(id: String, status: &'static str, new: &NewPayment) -> Payment {

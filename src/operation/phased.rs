@@ -53,7 +53,6 @@ pub use self::{
     ends::{First, Local, Settled},
     engine::PhasedEngine,
     flow::{Flow, FlowBuilder},
-    identity::{Identities, ProviderKey},
     phase::{FirstPhase, LocalPhase, Phase, SettledPhase},
     provider::{Asked, Call, Prepare, Provider, Sent},
     recovery::{Recovery, RecoveryOptions},

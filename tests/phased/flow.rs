@@ -120,11 +120,7 @@ impl Provider for Shared {
 }
 
 impl Prepare<CardCharge> for Shared {
-    fn prepare(
-        &self,
-        request: &CardCharge,
-        key: &oncebox::operation::phased::ProviderKey,
-    ) -> Result<Vec<u8>, HandlerError> {
+    fn prepare(&self, request: &CardCharge, key: &str) -> Result<Vec<u8>, HandlerError> {
         self.0.prepare(request, key)
     }
 }
@@ -243,7 +239,7 @@ struct Settle {
 pub(crate) const CREATED: LocalPoint = LocalPoint("LOCAL_PAYMENT_CREATED");
 
 fn payment<S: Base>(phase: &Phase<'_, S>) -> Uuid {
-    phase.context().identities().row("payment")
+    phase.context().row("payment")
 }
 
 #[async_trait]

@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use oncebox::operation::phased::webhook::delivery;
 use oncebox::operation::phased::{Flow, PhasedEngine, Recovery, RecoveryOptions};
 use oncebox::operation::{
     Answered, Delivery, DriveSettings, Endpoint, Engine, EngineOptions, IdempotentCommand, Key, KeyFormat, KeyGiven,
@@ -112,7 +111,7 @@ impl Service {
     pub(crate) async fn state(&self) -> Option<Delivery> {
         for stored in self.operations().await {
             // One that was refused in its first phase intended nothing.
-            if let Some(state) = delivery(&stored) {
+            if let Some(state) = stored.delivery() {
                 return Some(state);
             }
         }

@@ -570,7 +570,7 @@ pub(super) fn new_intent(
     Ok(NewIntent {
         effect: effect.name.to_owned(),
         strategy: effect.strategy_name().to_owned(),
-        provider_key: prepared.key.to_string(),
+        provider_key: prepared.key.clone(),
         request: phased.vault.seal(context.operation_id(), &what, &prepared.bytes)?,
         adapter: effect.provider.name().to_owned(),
         adapter_version: effect.provider.version(),

@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::context::{Context, SettledPoint};
-use super::identity::ProviderKey;
 use super::provider::{Prepare, Provider};
 use crate::error::HandlerError;
 use crate::operation::rules::provider::{Settled, Strategy};
@@ -46,7 +45,7 @@ pub struct Compensation(pub(super) Prepared);
 
 pub(super) struct Prepared {
     pub(super) effect: &'static str,
-    pub(super) key: ProviderKey,
+    pub(super) key: String,
     pub(super) bytes: Vec<u8>,
 }
 
@@ -120,7 +119,7 @@ impl<P: Provider> Effect<P> {
     where
         P: Prepare<R>,
     {
-        let key = context.identities().provider_key(self.declared.name);
+        let key = context.provider_key(self.declared.name);
         let bytes = self.provider.prepare(request, &key)?;
         Ok(Prepared { effect: self.declared.name, key, bytes })
     }
