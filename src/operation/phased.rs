@@ -49,7 +49,7 @@ pub mod webhook;
 
 pub use self::{
     context::{Context, LocalPoint, SettledPoint},
-    effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo},
+    effect::{Effect, Intent, Proven, Settlement, Settlements},
     ends::{First, Local, Settled},
     engine::PhasedEngine,
     flow::{Flow, FlowBuilder},
