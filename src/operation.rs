@@ -52,7 +52,7 @@ pub(crate) use self::front::{Begin, Front, Turn};
 pub use self::{
     codec::{Kept, SealError, Sealer},
     edge::{EdgeAnswer, Ended, Guard, GuardError},
-    endpoint::{Endpoint, Reconciled, Reconciling, Registered},
+    endpoint::{Endpoint, Reconciled, Registered},
     engine::{Core, DriveSettings, Engine, EngineOptions},
     front::{Asking, KeyGiven},
     memory::BodyPermit,

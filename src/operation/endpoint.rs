@@ -18,25 +18,11 @@ use crate::error::{HandlerError, Invalid};
 use crate::observe::{self, Noted};
 use crate::operation::rules::raw::RawCommand;
 use crate::operation::rules::route::{Durability, Replay, Requirement, WhileRunning};
-use crate::operation::rules::{
-    Code, Fingerprint, Fingerprinter, IdempotentCommand, Keyring, Mode, OperationName, Record, Route,
-};
+use crate::operation::rules::{Code, Fingerprinter, IdempotentCommand, Keyring, Mode, OperationName, Record, Route};
 
 pub(super) type Rebuild = Arc<dyn Fn(Record) -> BoxFuture<'static, Result<Reply, HandlerError>> + Send + Sync>;
-pub(super) type Reconcile =
-    Arc<dyn Fn(Reconciling) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync>;
+pub(super) type Reconcile = Arc<dyn Fn(Record) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync>;
 pub(super) type Upcast = Arc<dyn Fn(Reply) -> Reply + Send + Sync>;
-
-/// A run whose end was not recorded (O11).
-#[derive(Debug, Clone)]
-pub struct Reconciling {
-    /// The tenant of the request; empty for the public scope.
-    pub tenant: String,
-    /// The fingerprint of the command.
-    pub command: Fingerprint,
-    /// The id of the run; the handler was given the same id.
-    pub operation_id: Uuid,
-}
 
 /// The result of a reconciliation.
 #[derive(Debug, Clone)]
@@ -119,11 +105,11 @@ impl Endpoint {
     }
 
     /// Gives the function that finds out the outcome of an edge run whose end was not recorded
-    /// (O11).
+    /// (O11), from its record: the handler was given the same `operation_id`.
     #[must_use]
     pub fn reconciled_by(
         mut self,
-        ask: impl Fn(Reconciling) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync + 'static,
+        ask: impl Fn(Record) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync + 'static,
     ) -> Self {
         self.reconcile = Some(Arc::new(ask));
         self

@@ -500,10 +500,11 @@ impl Http {
 
     /// It is this problem of the engine, whole.
     pub(crate) fn is(&self, code: Code) -> &Self {
-        assert_eq!((self.status, self.code().as_str()), (code.status(), code.as_str()), "{self:?}");
+        let problem = Problem::new(code);
+        assert_eq!((self.status, self.code().as_str()), (problem.status, code.as_str()), "{self:?}");
         assert_eq!(self.header("content-type"), Some("application/problem+json"));
         let after = self.header("retry-after").map(|value| value.parse::<u32>().unwrap());
-        assert_eq!(after.is_some(), code.pause().is_some(), "{self:?}");
+        assert_eq!(after.is_some(), problem.retry_after.is_some(), "{self:?}");
         assert!(after.is_none_or(|seconds| (1..=40).contains(&seconds)), "{self:?}");
         self
     }

@@ -313,7 +313,7 @@ async fn a_release_and_a_late_word_at_once_leave_one_of_them_seen<S: Sql>(world:
             match freed_by {
                 "release" => store.release(&owned).await.unwrap() == Fenced::Done,
                 "reclaim" => {
-                    let again = KeyClaim { owner: KeyClaim::new_owner(), ..wanted };
+                    let again = KeyClaim { owner: uuid::Uuid::now_v7(), ..wanted };
                     store.claim(&again, Basis::Reclaim(&seen)).await.unwrap().is_some()
                 }
                 _ => {

@@ -264,7 +264,7 @@ async fn o11_a_stale_claim_is_reconciled_where_the_route_can<S: Sql>(world: Worl
         let asks = asks.clone();
         Box::pin(async move {
             asks.pass().await;
-            assert_eq!(run.tenant, "t1");
+            assert_eq!(run.identity.tenant(), "t1");
             Ok(if asks.calls() == 1 { Reconciled::Unknown } else { Reconciled::Completed(Reply::json(201, &"found")?) })
         })
     });

@@ -79,7 +79,7 @@ async fn o11_a_claim_that_nobody_drives_is_reconciled_without_its_client<S: Sql>
         let asks = asks.clone();
         Box::pin(async move {
             asks.pass().await;
-            assert_eq!(run.tenant, "t1");
+            assert_eq!(run.identity.tenant(), "t1");
             Ok(if asks.calls() == 1 { Reconciled::Completed(Reply::json(201, &"found")?) } else { Reconciled::Unknown })
         })
     });

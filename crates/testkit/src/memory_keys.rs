@@ -71,7 +71,7 @@ impl Row {
         let (seen, holds) = match basis {
             Basis::New => return false,
             Basis::TakeOver(seen) | Basis::Reconcile(seen) => {
-                let stale = record.state == State::InProgress && !record.is_owned(now);
+                let stale = record.state == State::InProgress && record.lease_left(now).is_zero();
                 let unknown = record.state == State::UnknownRequiresRecovery && record.mode == Mode::Edge;
                 (seen, (stale && matches!(record.mode, Mode::Bridged | Mode::Edge)) || unknown)
             }
@@ -201,7 +201,7 @@ impl Keys for MemoryKeys {
     async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
         let (mut book, now) = (self.book(), now());
         let Some(row) = book.rows.get_mut(&seen.identity.digest()) else { return Ok(Fenced::LostOwnership) };
-        let stale = row.record.mode == Mode::Edge && !row.record.is_owned(now);
+        let stale = row.record.mode == Mode::Edge && row.record.lease_left(now).is_zero();
         if row.record.epoch != seen.epoch || row.record.state != State::InProgress || !stale {
             return Ok(Fenced::LostOwnership);
         }
@@ -216,7 +216,9 @@ impl Keys for MemoryKeys {
         let (book, now) = (self.book(), now());
         let records = book.rows.values().map(|row| &row.record);
         let is_stale = |record: &&Record| {
-            record.identity.operation() == operation && record.state == State::InProgress && !record.is_owned(now)
+            record.identity.operation() == operation
+                && record.state == State::InProgress
+                && record.lease_left(now).is_zero()
         };
         Ok(records.filter(is_stale).take(usize::try_from(limit).unwrap_or(usize::MAX)).cloned().collect())
     }

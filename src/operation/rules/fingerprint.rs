@@ -145,7 +145,7 @@ impl Fingerprinter {
     }
 
     fn message(&self, version: u32, command: &(impl Canonical + ?Sized)) -> Vec<u8> {
-        let mut writer = FingerprintWriter::new();
+        let mut writer = FingerprintWriter::default();
         command.write_canonical(version, &mut writer);
         let (domain, operation) = (b"oncebox fingerprint".as_slice(), self.operation.as_str().as_bytes());
         framed([domain, operation, &version.to_be_bytes(), &writer.finish()])

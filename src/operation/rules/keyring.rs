@@ -37,14 +37,11 @@ pub struct Keyring {
 
 impl Kid {
     /// The id of hashes without a secret.
-    #[must_use]
-    pub fn plain() -> Self {
+    fn plain() -> Self {
         Self("sha256".to_owned())
     }
 
-    /// The id as text, 1 to 32 ASCII characters.
-    #[must_use]
-    pub fn as_str(&self) -> &str {
+    pub(crate) fn as_str(&self) -> &str {
         &self.0
     }
 }
@@ -74,8 +71,8 @@ impl Keyring {
         Self { write: Kid::plain(), writer: None, secrets: BTreeMap::new() }
     }
 
-    /// A ring of secrets that writes with one of them. `write` may be [`Kid::plain`] while other
-    /// processes do not have the secrets yet (O21).
+    /// A ring of secrets that writes with one of them. `write` may be `sha256`, which means without
+    /// a secret, while other processes do not have the secrets yet (O21).
     ///
     /// # Errors
     /// An id or a secret cannot be used.
