@@ -104,8 +104,8 @@ pub struct EngineOptions {
 impl Default for EngineOptions {
     fn default() -> Self {
         Self {
-            keyring: Keyring::plain(),
-            sealer: Sealer::plain(),
+            keyring: Keyring::default(),
+            sealer: Sealer::default(),
             body_memory_max: 64 << 20,
             body_memory_per_tenant_max: None,
             open_per_tenant_max: None,

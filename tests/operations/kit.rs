@@ -11,7 +11,7 @@ use oncebox::HandlerError;
 use oncebox::http::idempotency::{IdempotencyScope, JsonCommand};
 use oncebox::operation::{
     Answered, Code, EffectTx, Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Identity, Key,
-    KeyFormat, KeyGiven, Keyring, Mode, Outcome, Problem, Record, Registered, Reply, Route, Scope, State,
+    KeyFormat, KeyGiven, Mode, Outcome, Problem, Record, Registered, Reply, Route, Scope, State,
 };
 use oncebox::sqlx::{AssertSqlSafe, Database, query_scalar, raw_sql};
 use oncebox::store::OperationStore;
@@ -310,7 +310,8 @@ pub(crate) fn identity(tenant: &str, key: &str) -> Identity {
     Identity::new(&scope(tenant, "p1"), "put".parse().unwrap(), key)
 }
 
-/// The stored fingerprint of `put("a")`.
+/// The principal `p1` of tenant `t1`, and `put("a")`, as they are stored without a secret.
+const PRINCIPAL: &str = "sha256:8ba932e56e3482d064ee8abed934d5e5e2ea1296270ee8a0afd053d79825d400";
 const PUT_A: &str = "1:sha256:489e9e19da9685fe4ab10c52d2016b6f4ac820d7ce6b5a9ad292e2f2a03963ae";
 
 /// A claim of tenant `t1` for the command with the text `a`, without a request.
@@ -318,7 +319,7 @@ pub(crate) fn claim(endpoint: &Registered, key: &str, mode: Mode, lease: Duratio
     let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
     KeyClaim {
         identity: Identity::new(&scope("t1", "p1"), endpoint.operation().clone(), key),
-        principal: scope("t1", "p1").mark(&Keyring::plain()),
+        principal: PRINCIPAL.parse().unwrap(),
         fingerprint: PUT_A.parse().unwrap(),
         mode,
         operation_id: uuid::Uuid::now_v7(),

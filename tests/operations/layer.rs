@@ -10,9 +10,9 @@ use axum::extract::{Json, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post as route_post};
-use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer, Idempotent, OutcomeTag};
+use oncebox::http::idempotency::{IdempotencyLayer, Idempotent, OutcomeTag};
 use oncebox::operation::{
-    Code, Effects, Endpoint, Mode, Outcome, Reconciled, Reply, Requirement, Route, State as Remembered,
+    Code, Effects, Endpoint, Guard, Mode, Outcome, Reconciled, Reply, Requirement, Route, State as Remembered,
 };
 use oncebox::store::{Bridged, KeyClaim};
 use serde::Deserialize;
@@ -294,14 +294,14 @@ async fn o11_a_stale_claim_runs_again_where_that_is_declared_harmless<S: Sql>(wo
 }
 
 /// Commits with the guard, then a layer inside answers something else.
-async fn guarded<S: Sql>(State(app): State<App<S>>, guard: IdempotencyGuard<S>, headers: HeaderMap) -> Response {
+async fn guarded<S: Sql>(State(app): State<App<S>>, guard: Guard<S>, headers: HeaderMap) -> Response {
     let mut tx = app.store.tx("insert into effect (text) values ('guarded')").await;
     app.gate.pass().await;
     if headers.contains_key("test-ends") {
         S::run(&mut tx, "rollback").await.unwrap();
     }
     let response = (StatusCode::CREATED, [("location", "/effects/9")], "committed").into_response();
-    match guard.commit(tx, response).await {
+    match guard.commit_response(tx, response).await {
         Ok(_) if headers.contains_key("test-spoils") => StatusCode::REQUEST_TIMEOUT.into_response(),
         Ok(response) => response,
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),

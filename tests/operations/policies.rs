@@ -129,7 +129,7 @@ fn keeps<S: Sql>(gate: &Gate, keep: Keep) -> impl Does<S> + use<S> {
             S::run(tx.connection(), "insert into effect (text) values ('x')").await?;
             gate.pass().await;
             let reply = Reply::json(201, &"a secret that is shown once")?.made("effect", "7", "/effects/7");
-            Ok(Outcome::Completed(reply.keep(keep)))
+            Ok(Outcome::Completed(Reply { keep, ..reply }))
         })
     })
 }

@@ -371,8 +371,8 @@ impl Plan {
             trouble: Trouble::default(),
             version: 1,
             deployment: None,
-            sealer: Sealer::plain(),
-            keyring: Keyring::plain(),
+            sealer: Sealer::default(),
+            keyring: Keyring::default(),
             while_running: WhileRunning::Conflict,
             stored_max: None,
         }

@@ -2,7 +2,7 @@
 //!
 //! The layer suppresses concurrent duplicates and replays outcomes. If the process dies between the
 //! effect of the handler and the outcome, the key becomes UNKNOWN, unless the handler ends with
-//! [`IdempotencyGuard::commit`](super::IdempotencyGuard::commit).
+//! [`Guard::commit_response`].
 
 use std::convert::Infallible;
 use std::fmt;

@@ -26,7 +26,7 @@ const SECRET_BYTES_MIN: usize = 32;
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Kid(String);
 
-/// The secrets for reading, and the one for writing.
+/// The secrets for reading, and the one for writing. The default has none: plain SHA-256.
 #[derive(Clone)]
 pub struct Keyring {
     write: Kid,
@@ -64,20 +64,20 @@ impl fmt::Display for Kid {
     }
 }
 
-impl Keyring {
-    /// A ring without secrets: plain SHA-256.
-    #[must_use]
-    pub fn plain() -> Self {
+impl Default for Keyring {
+    fn default() -> Self {
         Self { write: Kid::plain(), writer: None, secrets: BTreeMap::new() }
     }
+}
 
+impl Keyring {
     /// A ring of secrets that writes with one of them. `write` may be `sha256`, which means without
     /// a secret, while other processes do not have the secrets yet (O21).
     ///
     /// # Errors
     /// An id or a secret cannot be used.
     pub fn new<'a>(write: Kid, secrets: impl IntoIterator<Item = (Kid, &'a [u8])>) -> Result<Self, Invalid> {
-        let mut ring = Self::plain();
+        let mut ring = Self::default();
         for (kid, secret) in secrets {
             if kid == Kid::plain() {
                 let why = "the key id `sha256` stands for hashes without a secret: choose another name";

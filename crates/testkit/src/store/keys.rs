@@ -9,8 +9,7 @@ use super::KeysFixture;
 use super::trial::eventually;
 use oncebox::error::StoreError;
 use oncebox::operation::{
-    Durability, Identity, Key, KeyFormat, Keyring, Mode, Record, Resource, Retention, Scope, State, StoredBody,
-    Tombstone,
+    Durability, Identity, Key, KeyFormat, Mode, Record, Resource, Retention, Scope, State, StoredBody, Tombstone,
 };
 use oncebox::store::{Answer, AnswerBody, Basis, Fenced, KeptBody, KeyClaim, Keys, Owned, RunOutcome};
 
@@ -34,10 +33,9 @@ pub(super) fn identity(tenant: &str, key: &str) -> Identity {
 
 /// A claim on a key of the tenant `t1`; `command` stands for what is asked.
 pub(super) fn claim(mode: Mode, key: &str, command: u8) -> KeyClaim {
-    let mark = Scope::new("t1", "user-7").unwrap().mark(&Keyring::plain());
     KeyClaim {
         identity: identity("t1", &format!("{key}-0123456789abcdef")),
-        principal: mark,
+        principal: format!("sha256:{}", "0b".repeat(32)).parse().unwrap(),
         fingerprint: format!("1:sha256:{}", format!("{command:02x}").repeat(32)).parse().unwrap(),
         mode,
         operation_id: Uuid::now_v7(),
