@@ -261,7 +261,7 @@ async fn o25_a_lease_that_is_over_takes_no_claim_away_and_only_an_outcome_has_a_
     take(&fixture.store, &stale).await;
     eventually("the lease is over", Duration::from_secs(60), || async {
         let look = fixture.store.find(&stale.identity).await.unwrap();
-        (!look.record.unwrap().is_owned(look.now)).then_some(())
+        look.record.unwrap().lease_left(look.now).is_zero().then_some(())
     })
     .await;
     assert!(fixture.store.claim(&stale, Basis::New).await.unwrap().is_none());

@@ -62,7 +62,7 @@ impl<S: Operations + Base, St: Send + Sync> FromRequestParts<St> for Guard<S> {
     type Rejection = (StatusCode, &'static str);
 
     async fn from_request_parts(parts: &mut Parts, _: &St) -> Result<Self, Self::Rejection> {
-        let guard = parts.extensions.get::<Guard<S>>().cloned();
+        let guard = parts.extensions.get::<Self>().cloned();
         let missing = "this handler needs the idempotency layer, and a request with a key";
         guard.ok_or((StatusCode::INTERNAL_SERVER_ERROR, missing))
     }
