@@ -176,8 +176,7 @@ impl State {
 }
 
 impl Mode {
-    /// Every mode, in the order of declaration.
-    pub const ALL: [Self; 4] = [Self::Transactional, Self::Bridged, Self::Edge, Self::Phased];
+    pub(crate) const ALL: [Self; 4] = [Self::Transactional, Self::Bridged, Self::Edge, Self::Phased];
 
     /// The name, as it is stored and as the label `mode` of metrics has it.
     #[must_use]
