@@ -15,10 +15,10 @@ use axum::routing::{get, post};
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use oncebox::HandlerError;
 use oncebox::app::{LogFormat, start_logging, stop_on_signals};
+use oncebox::error::Invalid;
 use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, Idempotent, JsonCommand, Scoped, TypedOperation};
 use oncebox::operation::{
-    EffectTx, Endpoint, EndpointError, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Mode, Outcome,
-    Reply, Route, Scope,
+    EffectTx, Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Mode, Outcome, Reply, Route, Scope,
 };
 use oncebox::sqlx::{SqlitePool, query, raw_sql};
 use oncebox::store::sqlite::SqliteStore;
@@ -47,7 +47,7 @@ impl JsonCommand for Pay {
     }
 }
 
-fn payments(engine: &Engine<SqliteStore>) -> Result<Router, EndpointError> {
+fn payments(engine: &Engine<SqliteStore>) -> Result<Router, Invalid> {
     let typed = TypedOperation::<_, Pay>::new(engine, Endpoint::typed::<Pay>(Route::new(Mode::Transactional)))?;
     let serve = async move |request: Request| typed.serve(request, |asked, tx| Box::pin(pay(asked, tx))).await;
     Ok(Router::new().route("/payments", post(serve)))
@@ -71,7 +71,7 @@ async fn create_note(State(pool): State<SqlitePool>, Idempotent(Json(note)): Ide
     }
 }
 
-fn notes(engine: &Engine<SqliteStore>, pool: SqlitePool) -> Result<Router, EndpointError> {
+fn notes(engine: &Engine<SqliteStore>, pool: SqlitePool) -> Result<Router, Invalid> {
     let layer = IdempotencyLayer::new(engine, Endpoint::raw("create_note", Route::new(Mode::Edge)))?;
     Ok(Router::new().route("/notes", post(create_note).route_layer(layer)).with_state(pool))
 }
@@ -93,7 +93,7 @@ fn verified(headers: &HeaderMap) -> Option<Scope> {
     Scope::new(tenant, principal).ok()
 }
 
-pub(crate) fn app(engine: &Engine<SqliteStore>, metrics: PrometheusHandle) -> Result<Router, EndpointError> {
+pub(crate) fn app(engine: &Engine<SqliteStore>, metrics: PrometheusHandle) -> Result<Router, Invalid> {
     let notes = notes(engine, engine.store().pool().clone())?;
     let service = payments(engine)?.merge(notes).layer(from_fn(authenticate));
     Ok(service.route("/metrics", get(async move || metrics.render())))

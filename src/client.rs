@@ -42,11 +42,8 @@ use reqwest::header::HeaderMap;
 pub use self::{
     answer::Answer,
     journal::{Bodies, JournalError, KeyJournal, Pending},
-    middleware::SentUnder,
     request::Request,
 };
-#[cfg(feature = "encrypt")]
-pub use journal::entry::JournalCipher;
 
 use self::middleware::Resend;
 use self::sending::{ClientState, Direct};
@@ -62,7 +59,7 @@ pub struct ClientOptions {
     /// lasts at most one attempt longer. Default 5 min.
     pub total: Duration,
     /// How long the server keeps a key at least, counted from the first send; see
-    /// [`Client::advertised`]. The default of 24 h is a guess about the server.
+    /// [`Client::as_advertised`]. The default of 24 h is a guess about the server.
     pub lifetime: Duration,
     /// The upper bound of the first pause; the bound doubles each time. Default 200 ms.
     pub backoff: Duration,
@@ -189,13 +186,6 @@ impl Client {
         Self { http: self.http, shared: Arc::new(shared) }
     }
 
-    /// The same client, for a server that keeps keys for this long: [`ClientOptions::lifetime`].
-    #[must_use]
-    pub fn within(self, lifetime: Duration) -> Self {
-        let options = ClientOptions { lifetime, ..self.shared.options.clone() };
-        Self { http: self.http, shared: Arc::new(ClientState::new(options, self.shared.journal.clone())) }
-    }
-
     /// Sends an operation until its outcome is known or the time is over.
     ///
     /// # Errors
@@ -241,15 +231,19 @@ impl Client {
         }
     }
 
-    /// How long the server of this URL keeps its keys: the shortest lifetime that it publishes at
-    /// `/.well-known/idempotency`, or that of this client where it publishes none.
+    /// The same client, with the [`ClientOptions::lifetime`] that the server of this URL publishes:
+    /// the shortest one at `/.well-known/idempotency`. Where it publishes none, that of this client
+    /// stays.
     ///
     /// # Errors
     /// [`ClientError::Request`]: the server publishes nothing that can be read.
-    pub async fn advertised(&self, url: &str) -> Result<Duration, ClientError> {
-        let options = &self.shared.options;
-        let shortest = advertised::ask(&self.http, url, options.attempt_timeout).await?;
-        Ok(shortest.unwrap_or(options.lifetime))
+    pub async fn as_advertised(&self, url: &str) -> Result<Self, ClientError> {
+        let mut options = self.shared.options.clone();
+        if let Some(shortest) = advertised::ask(&self.http, url, options.attempt_timeout).await? {
+            options.lifetime = shortest;
+        }
+        let shared = ClientState::new(options, self.shared.journal.clone());
+        Ok(Self { http: self.http.clone(), shared: Arc::new(shared) })
     }
 
     /// The same rules as a middleware of `reqwest-middleware`, with this client's settings, journal

@@ -56,10 +56,10 @@ pub use self::{
     status::{refusal, reply, seen},
 };
 
-use crate::error::HandlerError;
+use crate::error::{HandlerError, Invalid};
 use crate::operation::port::{Keys, Operations};
 use crate::operation::rules::{Canonical, Code, FingerprintWriter, IdempotentCommand, Mode, Outcome, Scope};
-use crate::operation::{Answered, BodyPermit, EffectTx, Endpoint, EndpointError, Engine, Problem, Registered, Reply};
+use crate::operation::{Answered, BodyPermit, EffectTx, Endpoint, Engine, Problem, Registered, Reply};
 use crate::store::base::Base;
 
 /// A message with the memory permit of its bytes: a run that goes on after its call was dropped
@@ -79,7 +79,7 @@ impl<M: IdempotentCommand> Canonical for Held<M> {
 ///
 /// # Errors
 /// As [`Engine::protect`](crate::operation::Core::protect); a mode other than transactional.
-pub fn protect<S: Keys>(engine: &Engine<S>, endpoint: Endpoint) -> Result<Registered, EndpointError> {
+pub fn protect<S: Keys>(engine: &Engine<S>, endpoint: Endpoint) -> Result<Registered, Invalid> {
     engine.protect(endpoint.served_by("a unary call", &[Mode::Transactional])?)
 }
 

@@ -169,7 +169,7 @@ fn m4_every_setting_of_a_route_and_of_an_engine_stands_on_its_page() {
     settings.extend(names_in(endpoint, "\nimpl Endpoint {", &["pub fn "]));
     settings.extend(names_in("src/operation/engine.rs", "pub struct EngineOptions {", &["pub "]));
     settings.extend(names_in("src/operation/rules/retention.rs", "pub struct Retention {", &["pub "]));
-    settings.extend(names_in("src/operation/phased/registry.rs", "pub struct DriveSettings {", &["pub "]));
+    settings.extend(names_in("src/operation/engine.rs", "pub struct DriveSettings {", &["pub "]));
     let manifest = read("Cargo.toml");
     let features = manifest.split("[features]\n").nth(1).unwrap().split("\n[").next().unwrap();
     let features = features.lines().filter(|line| line.starts_with(|c: char| c.is_ascii_lowercase()));

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use oncebox::operation::phased::http::{CallOutcome, HttpCaller};
-use oncebox::operation::phased::{Asked, Call, Prepare, Provider, ProviderKey, Sent};
+use oncebox::operation::phased::{Asked, Call, Prepare, Provider, Sent};
 use oncebox::operation::provider::{Answer, Matches, QueryAnswer};
 use oncebox::{HandlerError, async_trait};
 use reqwest::{Method, Url};
@@ -57,7 +57,7 @@ impl Cards {
         call: &Call<'_>,
         body: Vec<u8>,
     ) -> Result<CallOutcome, HandlerError> {
-        let headers = [("idempotency-key", call.key.as_str()), ("content-type", "application/json")];
+        let headers = [("idempotency-key", call.key), ("content-type", "application/json")];
         self.caller.call(method, self.at(path)?, &headers, body).await
     }
 }
@@ -134,7 +134,7 @@ impl Provider for Cards {
 }
 
 impl Prepare<CardCharge> for Cards {
-    fn prepare(&self, request: &CardCharge, _key: &ProviderKey) -> Result<Vec<u8>, HandlerError> {
+    fn prepare(&self, request: &CardCharge, _key: &str) -> Result<Vec<u8>, HandlerError> {
         Ok(serde_json::to_vec(request)?)
     }
 }

@@ -8,10 +8,10 @@ use axum::extract::{Path, Request, State};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
+use oncebox::error::Invalid;
 use oncebox::http::idempotency::{IdempotencyScope, JsonCommand, TypedOperation, respond};
 use oncebox::operation::phased::{
-    Effect, First, FirstPhase, Flow, FlowError, Phase, PhasedEngine, Settled, SettledPhase, SettledPoint, Settlement,
-    Settlements,
+    Effect, First, FirstPhase, Flow, Phase, PhasedEngine, Settled, SettledPhase, SettledPoint, Settlement, Settlements,
 };
 use oncebox::operation::provider::{KeyWindow, Strategy};
 use oncebox::operation::{FingerprintWriter, IdempotentCommand, Reply, SealError, Stage};
@@ -62,7 +62,7 @@ pub(crate) struct Charges<S: Books> {
 }
 
 /// The phases.
-pub(crate) fn flow<S: Books>(store: S, cards: Cards) -> Result<Flow<S>, FlowError> {
+pub(crate) fn flow<S: Books>(store: S, cards: Cards) -> Result<Flow<S>, Invalid> {
     let effect = Effect::new("charge", Watched::new(cards), Strategy::KeyAndQuery(WINDOW))
         .at("PROVIDER_REQUEST_SENT", SettledPoint("PROVIDER_CONFIRMED"));
     Flow::begin("create_charge", 1, Begin(effect.clone(), store)).effect(&effect, Settle).build()
@@ -76,7 +76,7 @@ struct Settle;
 
 /// The same each time that a phase runs, and not derived from what the client sent.
 fn charge_id<S: Books>(phase: &Phase<'_, S>) -> String {
-    format!("pay_{}", phase.context().identities().row("payment").simple())
+    format!("pay_{}", phase.context().row("payment").simple())
 }
 
 fn payment(id: String, status: &'static str, new: &NewPayment) -> Payment {
@@ -205,7 +205,7 @@ pub(crate) async fn create<S: Books>(State(app): State<App<S>>, request: Request
     reach("charge.received").await;
     let (endpoint, scope) = (charges.typed.endpoint(), Some(taken.scoped.scope));
     let answered = phased
-        .execute_phased_holding(taken.permit, endpoint, scope, taken.key, taken.scoped.command, charges.budget)
+        .execute_phased(endpoint, scope, taken.key, taken.scoped.command, Some(taken.permit), charges.budget)
         .await;
     reach("charge.committed").await;
     respond(answered)

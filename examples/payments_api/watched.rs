@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use oncebox::operation::phased::{Asked, Call, Prepare, Provider, ProviderKey, Sent};
+use oncebox::operation::phased::{Asked, Call, Prepare, Provider, Sent};
 use oncebox::{HandlerError, async_trait};
 
 use crate::cards::{CardCharge, Cards};
@@ -38,7 +38,7 @@ impl Provider for Watched {
     async fn send(&self, call: &Call<'_>) -> Sent {
         reach("charge.intended").await;
         if pauses_at("charge.sending") {
-            let (cards, key) = (Arc::clone(&self.0), call.key.clone());
+            let (cards, key) = (Arc::clone(&self.0), call.key.to_owned());
             let (bytes, version, send) = (call.bytes.to_vec(), call.version, call.send);
             tokio::spawn(async move { cards.send(&Call { key: &key, bytes: &bytes, version, send }).await });
             reach("charge.sending").await;
@@ -54,7 +54,7 @@ impl Provider for Watched {
 }
 
 impl Prepare<CardCharge> for Watched {
-    fn prepare(&self, request: &CardCharge, key: &ProviderKey) -> Result<Vec<u8>, HandlerError> {
+    fn prepare(&self, request: &CardCharge, key: &str) -> Result<Vec<u8>, HandlerError> {
         self.0.prepare(request, key)
     }
 }

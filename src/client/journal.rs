@@ -16,7 +16,7 @@
 //! * A key keeps its request: another method, URL or body under the same key is refused.
 //! * A file is deleted only when the application acknowledges the result.
 
-pub(super) mod entry;
+mod entry;
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
@@ -41,14 +41,26 @@ const UNFINISHED: &str = "part";
 const ENTRY: &str = "key";
 
 /// What is kept of bodies.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 #[non_exhaustive]
 pub enum Bodies {
     /// A SHA-256: a caller that resumes must have the same bytes.
     Digest,
-    /// The bytes themselves, encrypted: the body need not be given again.
+    /// The bytes themselves, encrypted with this secret (XChaCha20-Poly1305), which the application
+    /// must keep: the body need not be given again.
     #[cfg(feature = "encrypt")]
-    Encrypted(entry::JournalCipher),
+    Encrypted([u8; 32]),
+}
+
+// The secret is not shown.
+impl std::fmt::Debug for Bodies {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Digest => "Digest",
+            #[cfg(feature = "encrypt")]
+            Self::Encrypted(_) => "Encrypted",
+        })
+    }
 }
 
 /// Why the journal could not write, read or accept an operation.

@@ -21,14 +21,9 @@ use reqwest_middleware::{Error, Middleware, Next};
 use super::ClientError;
 use super::request::{KEY_HEADER, Request, check_url, new_key, parse};
 use super::sending::{ClientState, Transport};
-use crate::operation::rules::Key;
 
 #[derive(Debug, Clone)]
 pub(super) struct Resend(pub(super) Arc<ClientState>);
-
-/// The key of an answer, as an extension of its response: give it to the journal to acknowledge.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SentUnder(pub Key);
 
 /// The rest of the middleware chain, called once for each attempt.
 struct Chain<'a, 'e> {
@@ -85,7 +80,7 @@ impl Middleware for Resend {
         if let Some(headers) = response.headers_mut() {
             *headers = answer.headers;
         }
-        let response = response.extension(SentUnder(answer.key)).body(answer.body);
+        let response = response.extension(answer.key).body(answer.body);
         Ok(response.map_err(Error::middleware)?.into())
     }
 }

@@ -33,7 +33,7 @@ mod typed;
 
 pub use self::{
     discovery::well_known,
-    extract::{IdempotencyGuard, Idempotent},
+    extract::Idempotent,
     intake::IdempotencyScope,
     layer::{IdempotencyLayer, IdempotencyService},
     objects::read_json,

@@ -15,8 +15,7 @@
 //!
 //! Not here: the bodies of streams, and the lifetimes (`store`).
 
-mod headers;
-pub(super) mod keeping;
+pub(super) mod headers;
 mod redact;
 mod resource;
 mod seal;
@@ -75,7 +74,7 @@ pub(super) fn encode(
         Kept::Oversize(reply) => (reply, Some(Tombstone::Oversize)),
         Kept::Stream(reply) => (reply, Some(Tombstone::Stream)),
     };
-    let schema_version = if reply.schema_version == 0 { endpoint.schema_version } else { reply.schema_version };
+    let schema_version = if reply.schema_version == 0 { endpoint.route.schema_version } else { reply.schema_version };
     let resource = resource::kept(reply, sealer);
     if let Some(reason) = missing {
         return Ok(Answer { status: reply.status, schema_version, body: AnswerBody::Tombstone(reason), resource });
@@ -93,11 +92,11 @@ pub(super) fn encode(
         (Keep::Exact, _) if reply.body.len() > endpoint.route.kept_body_max => {
             AnswerBody::Tombstone(Tombstone::Oversize)
         }
-        (Keep::Exact, _) => match redact::redacted(&reply.body, &endpoint.keeping.redact) {
+        (Keep::Exact, _) => match redact::redacted(&reply.body, &endpoint.route.redacts) {
             // The body cannot be parsed, so nobody can prove that it holds no secret.
             None => AnswerBody::Tombstone(Tombstone::Withheld),
             Some(bytes) => {
-                let headers = headers::kept(&reply.headers, &endpoint.keeping.headers);
+                let headers = headers::kept(&reply.headers, &endpoint.route.keeps_headers);
                 let context = context(identity, fingerprint, (reply.status, schema_version));
                 AnswerBody::Kept(sealer.seal_body(&context, headers, bytes)?)
             }
@@ -119,7 +118,7 @@ pub(super) fn decode(
     let mut reply = Reply { status, headers, body: bytes, schema_version, resource: None, keep: Keep::Exact };
     // One version after the other. Where a step is missing, the answer stays as it is (M66).
     while let Some(change) =
-        endpoint.upcasts.get(&reply.schema_version).filter(|_| reply.schema_version < endpoint.schema_version)
+        endpoint.upcasts.get(&reply.schema_version).filter(|_| reply.schema_version < endpoint.route.schema_version)
     {
         let next = reply.schema_version + 1;
         reply = Reply { schema_version: next, ..change(reply) };
@@ -141,7 +140,7 @@ pub(super) fn error_code(endpoint: &Endpoint, reply: &Reply) -> Option<String> {
         return None;
     }
     // A redacted code reads `[redacted]`, which is not a valid code.
-    let body = redact::redacted(&reply.body, &endpoint.keeping.redact)?;
+    let body = redact::redacted(&reply.body, &endpoint.route.redacts)?;
     let code = serde_json::from_slice::<Coded>(&body).ok()?.code;
     let is_code = |byte: u8| byte.is_ascii_alphanumeric() || b"_.:-".contains(&byte);
     (!code.is_empty() && code.len() <= ERROR_CODE_MAX && code.bytes().all(is_code)).then_some(code)

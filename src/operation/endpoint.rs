@@ -12,42 +12,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use futures_util::future::BoxFuture;
 use uuid::Uuid;
 
-use super::codec::keeping::Keeping;
+use super::codec::headers;
 use super::reply::Reply;
 use crate::error::{HandlerError, Invalid};
 use crate::observe::{self, Noted};
 use crate::operation::rules::raw::RawCommand;
 use crate::operation::rules::route::{Durability, Replay, Requirement, WhileRunning};
-use crate::operation::rules::{
-    Code, Fingerprint, Fingerprinter, IdempotentCommand, Keyring, Mode, OperationName, Record, Route,
-};
-
-/// Why an operation cannot be registered, with the setting that causes it.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct EndpointError(String);
-
-impl EndpointError {
-    pub(super) fn new(why: impl fmt::Display) -> Self {
-        Self(why.to_string())
-    }
-}
+use crate::operation::rules::{Code, Fingerprinter, IdempotentCommand, Keyring, Mode, OperationName, Record, Route};
 
 pub(super) type Rebuild = Arc<dyn Fn(Record) -> BoxFuture<'static, Result<Reply, HandlerError>> + Send + Sync>;
-pub(super) type Reconcile =
-    Arc<dyn Fn(Reconciling) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync>;
+pub(super) type Reconcile = Arc<dyn Fn(Record) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync>;
 pub(super) type Upcast = Arc<dyn Fn(Reply) -> Reply + Send + Sync>;
-
-/// A run whose end was not recorded (O11).
-#[derive(Debug, Clone)]
-pub struct Reconciling {
-    /// The tenant of the request; empty for the public scope.
-    pub tenant: String,
-    /// The fingerprint of the command.
-    pub command: Fingerprint,
-    /// The id of the run; the handler was given the same id.
-    pub operation_id: Uuid,
-}
 
 /// The result of a reconciliation.
 #[derive(Debug, Clone)]
@@ -68,15 +43,10 @@ pub struct Endpoint {
     /// The type of the command; `None` for a raw operation.
     command: Option<&'static str>,
     readable: std::ops::RangeInclusive<u32>,
-    write_version: Option<u32>,
     operation: Result<OperationName, Invalid>,
-    pub(super) keeping: Keeping,
-    pub(super) schema_version: u32,
     pub(super) upcasts: BTreeMap<u32, Upcast>,
     pub(super) rebuild: Option<Rebuild>,
     pub(super) reconcile: Option<Reconcile>,
-    /// Each header has the version of the fingerprint from which it counts.
-    counted_headers: Vec<(String, u32)>,
     place: Option<(String, String)>,
 }
 
@@ -91,75 +61,28 @@ impl Endpoint {
     /// An operation of which only the raw request is known, as in the generic layer (M18).
     #[must_use]
     pub fn raw(operation: &str, route: Route) -> Self {
-        Self::new(operation, 1..=1, route)
+        let newest = route.counts_headers.iter().map(|(_, since)| *since).max();
+        Self::new(operation, 1..=newest.unwrap_or(1).max(1), route)
     }
 
-    fn new(operation: &str, readable: std::ops::RangeInclusive<u32>, route: Route) -> Self {
+    fn new(operation: &str, readable: std::ops::RangeInclusive<u32>, mut route: Route) -> Self {
+        for name in &mut route.keeps_headers {
+            name.make_ascii_lowercase();
+        }
+        for (name, _) in &mut route.counts_headers {
+            name.make_ascii_lowercase();
+        }
+        route.counts_headers.extend(["prefer", "if-match"].map(|name| (name.to_owned(), 1)));
         Self {
-            route,
             command: None,
             readable,
-            write_version: None,
             operation: operation.parse(),
-            keeping: Keeping::default(),
-            schema_version: 1,
             upcasts: BTreeMap::new(),
             rebuild: None,
             reconcile: None,
-            counted_headers: vec![("prefer".to_owned(), 1), ("if-match".to_owned(), 1)],
             place: None,
+            route,
         }
-    }
-
-    /// The version with which new fingerprints are written. Raise it when every process reads that
-    /// version (O21). Default: the oldest version that is read, so that processes of the previous
-    /// deploy can still answer.
-    #[must_use]
-    pub fn write_version(mut self, version: u32) -> Self {
-        self.write_version = Some(version);
-        self
-    }
-
-    /// Counts this request header as a part of the command, in the generic layer (M22). `Prefer`
-    /// and `If-Match` always count. For a route that already has stored keys, use
-    /// [`Self::counts_header_since`].
-    #[must_use]
-    pub fn counts_header(self, name: &str) -> Self {
-        self.counts_header_since(1, name)
-    }
-
-    /// Counts this request header from this version of the layer's fingerprint on; the first
-    /// version is 1. Older stored fingerprints are compared without the header. Call
-    /// [`Self::write_version`] with the new version after every process knows it (O21, M24).
-    #[must_use]
-    pub fn counts_header_since(mut self, version: u32, name: &str) -> Self {
-        self.counted_headers.push((name.to_ascii_lowercase(), version));
-        if self.command.is_none() {
-            self.readable = *self.readable.start()..=version.max(*self.readable.end());
-        }
-        self
-    }
-
-    /// Also keeps this header of answers.
-    #[must_use]
-    pub fn keeps_header(mut self, name: &str) -> Self {
-        self.keeping.headers.push(name.to_ascii_lowercase());
-        self
-    }
-
-    /// Replaces the value that this JSON pointer names by `"[redacted]"` before an answer is kept
-    /// (M67).
-    #[must_use]
-    pub fn redacts(mut self, pointer: &str) -> Self {
-        self.keeping.redact.push(pointer.to_owned());
-        self
-    }
-
-    /// The version of the schema that answers are written in today (M66). Default 1.
-    #[must_use]
-    pub fn schema_version(mut self, version: u32) -> Self {
-        self.schema_version = version;
-        self
     }
 
     /// Gives the function that turns an answer of version `from` into one of the next version.
@@ -182,11 +105,11 @@ impl Endpoint {
     }
 
     /// Gives the function that finds out the outcome of an edge run whose end was not recorded
-    /// (O11).
+    /// (O11), from its record: the handler was given the same `operation_id`.
     #[must_use]
     pub fn reconciled_by(
         mut self,
-        ask: impl Fn(Reconciling) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync + 'static,
+        ask: impl Fn(Record) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync + 'static,
     ) -> Self {
         self.reconcile = Some(Arc::new(ask));
         self
@@ -208,50 +131,48 @@ impl Endpoint {
             && self.route == other.route
             && self.command == other.command
             && self.readable == other.readable
-            && self.write_version == other.write_version
-            && self.keeping == other.keeping
-            && self.schema_version == other.schema_version
-            && self.counted_headers == other.counted_headers
     }
 
     /// Refuses an operation of a mode that this door cannot serve: all its requests would get 503
     /// (M4).
     #[cfg(any(feature = "http", feature = "grpc"))]
-    pub(crate) fn served_by(self, door: &'static str, modes: &[Mode]) -> Result<Self, EndpointError> {
+    pub(crate) fn served_by(self, door: &'static str, modes: &[Mode]) -> Result<Self, Invalid> {
         let mode = self.route.mode;
         if modes.contains(&mode) {
             return Ok(self);
         }
         let takes = modes.iter().map(ToString::to_string).collect::<Vec<_>>().join(" or ");
-        let operation = self.operation.map_err(EndpointError::new)?;
-        Err(EndpointError(format!("the operation `{operation}` is of mode {mode}, and {door} takes mode {takes}")))
+        let operation = self.operation?;
+        Err(Invalid::new(format!("the operation `{operation}` is of mode {mode}, and {door} takes mode {takes}")))
     }
 
-    pub(super) fn register(self, durability: Durability, keyring: &Keyring) -> Result<Registered, EndpointError> {
+    pub(super) fn register(self, durability: Durability, keyring: &Keyring) -> Result<Registered, Invalid> {
         let route = &self.route;
-        route.validate(durability).map_err(EndpointError::new)?;
-        self.keeping.validate().map_err(EndpointError)?;
-        if let Some((name, _)) = self.counted_headers.iter().find(|(name, _)| !RawCommand::may_list(name)) {
+        route.validate(durability)?;
+        if let Some(name) = route.keeps_headers.iter().find(|name| headers::is_never(name)) {
+            let why = "is never stored: it belongs to one answer, one connection or one caller";
+            return Err(Invalid::new(format!("the header `{name}` {why}")));
+        }
+        if let Some((name, _)) = route.counts_headers.iter().find(|(name, _)| !RawCommand::may_list(name)) {
             let why = "is no part of a command: it changes from one try to the next";
-            return Err(EndpointError(format!("the header `{name}` {why}")));
+            return Err(Invalid::new(format!("the header `{name}` {why}")));
         }
         // A typed operation claims every request; for a request without a key it makes one.
         let is_typed = matches!(route.mode, Mode::Transactional | Mode::Phased);
         if route.requirement == Requirement::Off && is_typed {
-            return Err(EndpointError::new("`requirement = off` is for the layer: a typed operation takes `optional`"));
+            return Err(Invalid::new("`requirement = off` is for the layer: a typed operation takes `optional`"));
         }
         if (route.replay == Replay::Reconstruct) != self.rebuild.is_some() {
-            return Err(EndpointError::new("`replay = reconstruct` needs `rebuilt_by`, and only it"));
+            return Err(Invalid::new("`replay = reconstruct` needs `rebuilt_by`, and only it"));
         }
         if route.reconciles != self.reconcile.is_some() {
-            return Err(EndpointError::new("`reconciles` needs `reconciled_by`, and only it"));
+            return Err(Invalid::new("`reconciles` needs `reconciled_by`, and only it"));
         }
         if route.while_running == WhileRunning::Accepted && route.operation_path.is_none() {
-            return Err(EndpointError::new("`while_running = accepted` needs `operation_path`"));
+            return Err(Invalid::new("`while_running = accepted` needs `operation_path`"));
         }
-        let operation = self.operation.clone().map_err(EndpointError::new)?;
-        let fingerprinter = Fingerprinter::new(operation, self.readable.clone(), self.write_version, keyring.clone());
-        let fingerprinter = fingerprinter.map_err(EndpointError::new)?;
+        let operation = self.operation.clone()?;
+        let fingerprinter = Fingerprinter::new(operation, self.readable.clone(), route.write_version, keyring.clone())?;
         Ok(Registered(Arc::new(Parts { endpoint: self, fingerprinter, last_was_new: AtomicBool::new(false) })))
     }
 }
@@ -282,12 +203,6 @@ impl Registered {
 
     pub(super) fn fingerprinter(&self) -> &Fingerprinter {
         &self.0.fingerprinter
-    }
-
-    /// The request headers that belong to the command, in lower case, each with the version of the
-    /// fingerprint from which it counts.
-    pub(crate) fn counted_headers(&self) -> &[(String, u32)] {
-        &self.0.endpoint.counted_headers
     }
 
     /// The method and path where it is served, if given.

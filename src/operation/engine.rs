@@ -17,14 +17,14 @@ use tokio_util::task::TaskTracker;
 
 use super::admission::Admission;
 use super::codec::{self, Kept, SealError, Sealer};
-use super::endpoint::{Endpoint, EndpointError, Registered};
+use super::endpoint::{Endpoint, Registered};
 use super::live::Live;
 use super::memory::{BodyMemory, BodyPermit};
 use super::quota::StoredQuota;
 use super::reach::Reach;
 use super::reply::Reply;
 use super::running::Running;
-use crate::error::StoreError;
+use crate::error::{Invalid, StoreError};
 use crate::observe::{self, Health};
 use crate::operation::port::{Answer, KeptBody, Keys};
 use crate::operation::rules::pace;
@@ -60,6 +60,7 @@ pub(super) struct Inner {
     pub(super) open_per_tenant_max: Option<u32>,
     stored_quota: Option<StoredQuota>,
     region: Option<(String, Home)>,
+    pub(super) driving: DriveSettings,
     live: Live,
     endpoints: Mutex<Vec<Registered>>,
     tasks: TaskTracker,
@@ -102,19 +103,59 @@ pub struct EngineOptions {
     /// Where the engine reports whether its store answers, as the part `operations`. A task of its
     /// own asks the store, so `/readyz` waits for no database. Default: the log only.
     pub health: Health,
+    /// How phased operations are driven.
+    pub driving: DriveSettings,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
         Self {
-            keyring: Keyring::plain(),
-            sealer: Sealer::plain(),
+            keyring: Keyring::default(),
+            sealer: Sealer::default(),
             body_memory_max: 64 << 20,
             body_memory_per_tenant_max: None,
             open_per_tenant_max: None,
             stored_bytes_per_tenant_max: None,
             region: None,
             health: Health::default(),
+            driving: DriveSettings::default(),
+        }
+    }
+}
+
+/// Settings of the drivers of operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DriveSettings {
+    /// After how many attempts in vain an operation is parked (O9). Default 100: more than an hour.
+    pub attempts_max: u32,
+    /// After how many calls that prove nothing a drive releases its operation. Default 3.
+    pub calls_per_drive: u32,
+    /// The longest pause of a provider for which a driver keeps its operation. Default 2.5 s.
+    pub wait_max: Duration,
+    /// The pause after the first attempt in vain; it doubles each time. Default 1 s.
+    pub backoff_first: Duration,
+    /// The longest pause until an operation is due again. Default 1 min.
+    pub backoff_max: Duration,
+    /// How long to retry storing proof that the database refuses, before the operation is parked
+    /// with that proof as the reason. A database that is away does not count: the driver waits for
+    /// it until a stop. Default 20 s.
+    pub refused_max: Duration,
+    /// How long a stopped driver tries to store each thing that it still has to say (what a
+    /// provider said, where it leaves the operation), while the database is away. What is not
+    /// stored then is lost: the send counts as one that may have arrived. Default 10 s.
+    pub shutdown_grace: Duration,
+}
+
+impl Default for DriveSettings {
+    fn default() -> Self {
+        Self {
+            attempts_max: 100,
+            calls_per_drive: 3,
+            wait_max: Duration::from_millis(2_500),
+            backoff_first: Duration::from_secs(1),
+            backoff_max: Duration::from_secs(60),
+            refused_max: Duration::from_secs(20),
+            shutdown_grace: Duration::from_secs(10),
         }
     }
 }
@@ -138,6 +179,7 @@ impl<S: Keys> Engine<S> {
                 open_per_tenant_max: options.open_per_tenant_max,
                 stored_quota: options.stored_bytes_per_tenant_max.map(StoredQuota::new),
                 region: options.region,
+                driving: options.driving,
                 live: Live::new(),
                 endpoints: Mutex::default(),
                 tasks: TaskTracker::new(),
@@ -171,16 +213,16 @@ impl Core {
     /// Settings of the endpoint that contradict each other; a name that another operation of this
     /// engine has (the two would share keys, and the lifetimes of one would apply to the other); a
     /// limit on stored bytes with a store that does not count them.
-    pub fn protect(&self, endpoint: Endpoint) -> Result<Registered, EndpointError> {
+    pub fn protect(&self, endpoint: Endpoint) -> Result<Registered, Invalid> {
         if self.inner.stored_quota.is_some() && self.inner.store.durability() == Durability::Guard {
-            return Err(EndpointError::new(
+            return Err(Invalid::new(
                 "`stored_bytes_per_tenant_max` needs a store that counts the bytes of a tenant: a guard does not",
             ));
         }
         let registered = endpoint.register(self.inner.store.durability(), &self.inner.keyring)?;
         let mut endpoints = lock(&self.inner.endpoints);
         if !endpoints.iter().all(|there| there.goes_with(&registered)) {
-            return Err(EndpointError::new(format_args!(
+            return Err(Invalid::new(format!(
                 "`{}` is protected already, and otherwise: operations with one name share their keys, so each needs a \
                  name of its own; one that is served at two places is registered once, or twice alike",
                 registered.operation()

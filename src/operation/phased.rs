@@ -50,13 +50,11 @@ pub mod webhook;
 
 pub use self::{
     context::{Context, LocalPoint, SettledPoint},
-    effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo},
+    effect::{Effect, Intent, Proven, Settlement, Settlements},
     ends::{First, Local, Settled},
     engine::PhasedEngine,
-    flow::{Flow, FlowBuilder, FlowError},
-    identity::{Identities, ProviderKey},
+    flow::{Flow, FlowBuilder},
     phase::{FirstPhase, LocalPhase, Phase, SettledPhase},
     provider::{Asked, Call, Prepare, Provider, Sent},
     recovery::{Recovery, RecoveryOptions},
-    registry::DriveSettings,
 };

@@ -69,8 +69,8 @@ pub struct KeyClaim {
     /// The id of the run, if the record is new or used anew; otherwise the record keeps its own.
     pub operation_id: Uuid,
     /// The token of the owner, if this claim succeeds. It is made before the claim is sent, so that
-    /// a claim whose answer was lost can still be released. A new one for each claim:
-    /// [`Self::new_owner`].
+    /// a claim whose answer was lost can still be released. A new one for each claim, which nobody
+    /// can guess.
     pub owner: Uuid,
     /// The length of the lease without a heartbeat. Mode `same_tx` has no lease and ignores it; in
     /// mode `phased` it is the lease of the operation row.
@@ -264,8 +264,7 @@ pub struct OperationStats {
 impl KeyClaim {
     /// A token for [`Self::owner`] of 128 bits (O25): a hash of two UUIDs v7, which together have
     /// 148 random bits.
-    #[must_use]
-    pub fn new_owner() -> Uuid {
+    pub(crate) fn new_owner() -> Uuid {
         let chance = Sha256::new().chain_update(Uuid::now_v7()).chain_update(Uuid::now_v7()).finalize();
         let mut bytes = [0; 16];
         bytes.copy_from_slice(&chance[..16]);
@@ -290,10 +289,7 @@ impl KeyClaim {
     }
 
     /// Refuses a mode for which this way of claiming would break a promise.
-    ///
-    /// # Errors
-    /// `StoreError::Refused`, with the mode of the claim.
-    pub fn requires(&self, modes: &[Mode]) -> Result<(), StoreError> {
+    pub(crate) fn requires(&self, modes: &[Mode]) -> Result<(), StoreError> {
         if modes.contains(&self.mode) {
             return Ok(());
         }

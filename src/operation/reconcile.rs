@@ -13,7 +13,7 @@ use futures_util::FutureExt;
 use tokio::task::JoinHandle;
 
 use super::codec::{Kept, error_code};
-use super::endpoint::{Reconciled, Reconciling, Registered};
+use super::endpoint::{Reconciled, Registered};
 use super::engine::Core;
 use crate::error::StoreError;
 use crate::operation::port::evidence::NewEvidence;
@@ -35,15 +35,11 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) -> Opt
             Ok(None) => return,
             Err(error) => return tracing::debug!(%error, "a record could not be taken over for reconciliation"),
         };
-        let asked = Reconciling {
-            tenant: record.identity.tenant().to_owned(),
-            command: record.fingerprint.clone(),
-            operation_id: record.operation_id,
-        };
+        let seen = record.clone();
         let limit = endpoint.route().lease.saturating_sub(endpoint.route().completion_budget);
         // A panic must not leave the claim behind: the next sweep would take it over and panic
         // again.
-        let asking = AssertUnwindSafe(async move { ask(asked).await }).catch_unwind();
+        let asking = AssertUnwindSafe(async move { ask(seen).await }).catch_unwind();
         let found = match tokio::time::timeout(limit.max(Duration::from_millis(1)), asking).await {
             Ok(Ok(Ok(found))) => found,
             Ok(Ok(Err(error))) => {
@@ -141,7 +137,7 @@ async fn how_it_ended(engine: &Core, record: &Record) -> Result<Option<NewEviden
 fn outcome_of(endpoint: &Registered, run: &NewEvidence) -> RunOutcome {
     tracing::warn!(operation = %endpoint.operation(), verdict = %run.verdict, "a run had ended that the route did not find");
     let body = AnswerBody::Tombstone(Tombstone::Withheld);
-    let (status, schema_version) = (run.status.unwrap_or(200), endpoint.endpoint().schema_version);
+    let (status, schema_version) = (run.status.unwrap_or(200), endpoint.route().schema_version);
     let answer = Answer { status, schema_version, body, resource: None };
     match run.verdict.as_str() {
         "success" => RunOutcome::Completed(answer),

@@ -103,13 +103,6 @@ impl Reply {
             Some(Resource { kind: kind.to_owned(), id: id.to_owned(), location: Some(location.to_owned()) });
         self.header("location", location)
     }
-
-    /// Sets which parts of the answer are kept.
-    #[must_use]
-    pub fn keep(mut self, keep: Keep) -> Self {
-        self.keep = keep;
-        self
-    }
 }
 
 impl Problem {

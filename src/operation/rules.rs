@@ -58,16 +58,19 @@ pub(crate) mod retention;
 pub(crate) mod route;
 pub(crate) mod versions;
 
-pub(crate) use self::decide::{Decision, decide};
 pub use self::{
     canonical::{FingerprintValue, FingerprintWriter, ValueWriter},
     classify::Outcome,
     decimal::Decimal,
-    fingerprint::{Canonical, Fingerprint, Fingerprinter, IdempotentCommand},
+    fingerprint::{Canonical, Fingerprint, IdempotentCommand},
     identity::{Identity, OperationName, PrincipalMark, Scope},
     key::{Key, KeyFormat},
     keyring::{Keyring, Kid},
     problem::Code,
     record::{Mode, Record, State},
     route::Route,
+};
+pub(crate) use self::{
+    decide::{Decision, decide},
+    fingerprint::Fingerprinter,
 };

@@ -5,9 +5,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use oncebox::client::{
-    Bodies, Cause, Client, ClientError, ClientOptions, JournalCipher, JournalError, KeyJournal, Request,
-};
+use oncebox::client::{Bodies, Cause, Client, ClientError, ClientOptions, JournalError, KeyJournal, Request};
 use reqwest::header::HeaderMap;
 
 use super::server::{Server, Step, client, quick, say};
@@ -17,7 +15,7 @@ const DIRECTORY: &str = "ONCEBOX_TEST_JOURNAL_DIRECTORY";
 const ORIGIN: &str = "ONCEBOX_TEST_JOURNAL_ORIGIN";
 
 fn kept() -> Bodies {
-    Bodies::Encrypted(JournalCipher::new(&[7; 32]))
+    Bodies::Encrypted([7; 32])
 }
 
 fn entries(directory: &Path) -> Vec<std::path::PathBuf> {

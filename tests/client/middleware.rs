@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use oncebox::client::{Client, ClientError, ClientOptions, SentUnder};
+use oncebox::client::{Client, ClientError, ClientOptions};
+use oncebox::operation::Key;
 use reqwest_middleware::ClientBuilder;
 
 use super::server::{Server, Step, client, quick, say};
@@ -14,7 +15,7 @@ async fn m110_the_middleware_sends_again_under_one_key_and_gives_it() {
     let http = ClientBuilder::new(client.reqwest()).with(client.middleware()).build();
     let url = format!("{}/payments", server.origin);
     let response = http.post(&url).body("{\"amountMinor\":100}").send().await.unwrap();
-    let key = response.extensions().get::<SentUnder>().unwrap().0.clone();
+    let key = response.extensions().get::<Key>().unwrap().clone();
     assert_eq!((response.status().as_u16(), response.url().as_str()), (201, url.as_str()));
     assert_eq!(response.text().await.unwrap(), format!(r#"{{"key":"{}"}}"#, key.as_str()));
     assert_eq!((server.all_the_same(), server.effects()), (4, vec![key.as_str().to_owned()]));

@@ -9,8 +9,8 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::post as route_post;
 use futures_util::stream::{self, StreamExt};
 use http_body_util::Limited;
-use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer};
-use oncebox::operation::{Code, Endpoint, Mode, Route, State as Remembered};
+use oncebox::http::idempotency::IdempotencyLayer;
+use oncebox::operation::{Code, Endpoint, Guard, Mode, Route, State as Remembered};
 
 use super::kit::*;
 use super::layer::edge;
@@ -40,17 +40,13 @@ fn body(told: &str, gate: &Gate) -> Body {
 struct App<S>(S, Gate);
 
 /// Commits with its guard an answer whose body does what the header says.
-async fn guarded<S: Sql>(
-    State(App(store, gate)): State<App<S>>,
-    guard: IdempotencyGuard<S>,
-    told: HeaderMap,
-) -> Response {
+async fn guarded<S: Sql>(State(App(store, gate)): State<App<S>>, guard: Guard<S>, told: HeaderMap) -> Response {
     let mut tx = store.tx("insert into effect (text) values ('guarded')").await;
     if told.contains_key("test-commits") {
         S::run(&mut tx, "commit").await.unwrap();
     }
     let body = told.get("test-body").map_or_else(|| Body::from("whole"), |told| body(told.to_str().unwrap(), &gate));
-    match guard.commit(tx, (StatusCode::CREATED, body).into_response()).await {
+    match guard.commit_response(tx, (StatusCode::CREATED, body).into_response()).await {
         Ok(response) => response,
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
     }

@@ -75,7 +75,7 @@ async fn m43_a_recovery_is_202_where_the_route_says_so<S: Sql>(world: World<S>) 
         })
     });
     let url = layered(&world, endpoint, &gate).await + "/put";
-    left_behind(&world, Mode::Edge, "{}").await;
+    left_behind(&world, Mode::Edge).await;
     let pending = send(post(&url, K1, "{}")).await;
     is_accepted(&pending, Code::RecoveryPending, &world).await;
     asked.begun().await;
@@ -212,7 +212,8 @@ async fn m22_listed_headers_belong_to_the_command_and_no_others() {
         ("x-api-version", "2", "3"),
     ];
     let (world, gate) = (sqlite().await, Gate::open());
-    let url = layered(&world, Endpoint::raw("put", edge()).counts_header("X-Api-Version"), &gate).await + "/put";
+    let route = Route { counts_headers: vec![("X-Api-Version".to_owned(), 1)], ..edge() };
+    let url = layered(&world, Endpoint::raw("put", route), &gate).await + "/put";
     let asks = |change: Option<(&'static str, Option<&'static str>)>| {
         let mut request = post(&url, K1, "{}");
         for (name, value, _) in COUNTED {
@@ -254,11 +255,14 @@ async fn m22_listed_headers_belong_to_the_command_and_no_others() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m24_a_header_that_a_route_counts_from_today_on_refuses_no_retry_of_yesterday() {
     let (world, gate) = (sqlite().await, Gate::open());
-    let counts = || Endpoint::raw("put", edge()).counts_header_since(2, "X-Api-Version");
+    let counts = |write_version| {
+        let counts_headers = vec![("X-Api-Version".to_owned(), 2)];
+        Endpoint::raw("put", Route { counts_headers, write_version, ..edge() })
+    };
     let serves = async |world: World<SqliteStore>, endpoint| layered(&world, endpoint, &gate).await + "/put";
     let before = serves(world.clone(), Endpoint::raw("put", edge())).await;
-    let deployed = serves(world.another_process(), counts()).await;
-    let raised = serves(world.another_process(), counts().write_version(2)).await;
+    let deployed = serves(world.another_process(), counts(None)).await;
+    let raised = serves(world.another_process(), counts(Some(2))).await;
     let ask =
         async |url: &str, key: &str, version: &str| send(post(url, key, "{}").header("x-api-version", version)).await;
     assert_eq!(ask(&before, K1, "2").await.status, 201);
@@ -281,7 +285,7 @@ async fn m18_a_multipart_body_is_refused_by_the_layer_unless_the_route_takes_it(
         let request = client().post(url).header("idempotency-key", K1).header("content-type", content_type);
         request.body("--b\r\ncontent-disposition: form-data; name=a\r\n\r\n1\r\n--b--\r\n")
     };
-    let refuses = answers.raw(&world, |endpoint| endpoint, &gate).await;
+    let refuses = answers.raw(&world, |route| route, &gate).await;
     for content_type in ["multipart/form-data; boundary=b", "Multipart/Mixed;boundary=b", "multipart/form-data"] {
         let refused = send(upload(&refuses, content_type)).await;
         assert!(refused.is(Code::UnsupportedMediaType).json()["detail"].as_str().unwrap().contains("boundary"));

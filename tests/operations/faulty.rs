@@ -66,7 +66,7 @@ pub(crate) struct Faulty<S> {
 impl<S: Keys> Faulty<S> {
     /// Another owner is faster, and has given the key back when this claim is answered.
     async fn vanishes(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Option<Owned>, StoreError> {
-        let faster = KeyClaim { owner: KeyClaim::new_owner(), operation_id: uuid::Uuid::now_v7(), ..claim.clone() };
+        let faster = KeyClaim { owner: uuid::Uuid::now_v7(), operation_id: uuid::Uuid::now_v7(), ..claim.clone() };
         let Some(other) = self.inner.claim(&faster, Basis::New).await? else { panic!("the key is not free") };
         assert!(self.inner.claim(claim, basis).await?.is_none());
         assert_eq!(self.inner.release(&other).await?, Fenced::Done);

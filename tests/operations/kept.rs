@@ -36,8 +36,8 @@ impl Answers {
     }
 
     /// A transactional operation.
-    pub(crate) async fn typed<S: Sql>(&self, world: &World<S>, keeps: fn(Endpoint) -> Endpoint, gate: &Gate) -> String {
-        let door = TypedOperation::<S, Put>::new(&world.engine, keeps(Endpoint::typed::<Put>(same_tx()))).unwrap();
+    pub(crate) async fn typed<S: Sql>(&self, world: &World<S>, keeps: fn(Route) -> Route, gate: &Gate) -> String {
+        let door = TypedOperation::<S, Put>::new(&world.engine, Endpoint::typed::<Put>(keeps(same_tx()))).unwrap();
         let (gate, answers) = (gate.clone(), self.clone());
         let handler = move |request: Request| {
             let (door, gate, answers) = (door.clone(), gate.clone(), answers.clone());
@@ -69,8 +69,8 @@ impl Answers {
     }
 
     /// An edge operation.
-    pub(crate) async fn raw<S: Sql>(&self, world: &World<S>, keeps: fn(Endpoint) -> Endpoint, gate: &Gate) -> String {
-        let layer = IdempotencyLayer::new(&world.engine, keeps(Endpoint::raw("put", edge()))).unwrap();
+    pub(crate) async fn raw<S: Sql>(&self, world: &World<S>, keeps: fn(Route) -> Route, gate: &Gate) -> String {
+        let layer = IdempotencyLayer::new(&world.engine, Endpoint::raw("put", keeps(edge()))).unwrap();
         serve(self.router(gate).route_layer(layer)).await + "/put"
     }
 
@@ -78,7 +78,7 @@ impl Answers {
     async fn doors<S: Sql>(
         &self,
         world: &World<S>,
-        keeps: fn(Endpoint) -> Endpoint,
+        keeps: fn(Route) -> Route,
         gate: &Gate,
     ) -> [(&'static str, String); 2] {
         let processes = [world.another_process(), world.another_process()];
@@ -113,7 +113,7 @@ const NUMBER: &str = "4111111111111111";
 async fn m67_what_a_route_redacts_reaches_neither_the_store_nor_a_second_client<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     let body = format!(r#"{{"id":7,"card":{{"number":"{NUMBER}"}}}}"#);
-    let keeps = |endpoint: Endpoint| endpoint.redacts("/card/number").redacts("/absent");
+    let keeps = |route: Route| Route { redacts: vec!["/card/number".to_owned(), "/absent".to_owned()], ..route };
     for (key, url) in Answers::new(JSON, body.as_str()).doors(&world, keeps, &gate).await {
         let one = ask(&url, key).await;
         assert_eq!((one.status, one.body.as_slice()), (201, body.as_bytes()), "the first client is shown it");
@@ -141,7 +141,7 @@ async fn m67_what_a_route_redacts_reaches_neither_the_store_nor_a_second_client<
 async fn m67_a_long_answer_is_stored_smaller_and_comes_back_as_it_was<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     let body = "a line that comes again\n".repeat(5_000);
-    for (key, url) in Answers::new("text/plain", body.as_str()).doors(&world, |endpoint| endpoint, &gate).await {
+    for (key, url) in Answers::new("text/plain", body.as_str()).doors(&world, |route| route, &gate).await {
         assert_eq!(ask(&url, key).await.body, body.as_bytes());
         let (_, kept) = stored(&world, key).await;
         let kept = kept.unwrap();

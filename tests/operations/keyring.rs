@@ -9,8 +9,8 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::post as route_post;
 use oncebox::http::idempotency::{IdempotencyLayer, OutcomeTag};
 use oncebox::operation::{
-    Code, EffectTx, Effects, Endpoint, EngineOptions, Fingerprinter, Keyring, Kid, Mode, Outcome, Record, Reply,
-    Retention, Route, State,
+    Code, EffectTx, Effects, Endpoint, EngineOptions, Keyring, Kid, Mode, Outcome, Record, Reply, Retention, Route,
+    State,
 };
 
 use super::kit::*;
@@ -45,31 +45,32 @@ async fn stored<S: Sql>(world: &World<S>, principal: &str, fingerprint: &str) ->
     world.store.number(&sql).await
 }
 
+/// What a process with these secrets stores of one principal and its command.
+async fn written<S: Sql>(world: &World<S>, keyring: Keyring, key_text: &str) -> (String, String) {
+    let process = world.process(EngineOptions { keyring, ..EngineOptions::default() });
+    let endpoint = process.protect(same_tx());
+    first(run(&process, &endpoint, key_text, "a", effect(&Gate::open())).await);
+    let record = world.record("t1", key_text).await.unwrap();
+    (record.principal.to_string(), record.fingerprint.to_string())
+}
+
 // Shown by: marking the principal without the engine's secrets; protecting an endpoint without
 // them.
 async fn o20_o21_fingerprints_and_principals_reach_the_store_as_keyed_hashes<S: Sql>(world: World<S>) {
-    let keyed = with_ring(&world, "k1", &["k1"]);
-    let endpoint = keyed.protect(same_tx());
-    let gate = Gate::open();
-    first(run(&keyed, &endpoint, K1, "a", effect(&gate)).await);
-    let written = |ring: Keyring| {
-        let principal = scope("t1", "p1").mark(&ring).to_string();
-        let fingerprinter = Fingerprinter::new("put".parse().unwrap(), 1..=1, None, ring).unwrap();
-        (principal, fingerprinter.write(&put("a")).to_string())
-    };
-    let (principal, fingerprint) = written(ring("k1", &["k1"]));
+    let (principal, fingerprint) = written(&world, ring("k1", &["k1"]), K1).await;
     assert!(principal.starts_with("k1:") && fingerprint.starts_with("1:k1:"), "{principal} {fingerprint}");
     assert_eq!(stored(&world, &principal, &fingerprint).await, 1);
     // Who reads the database, and guesses command and principal, cannot show that the guess is
     // right: the hashes of neither are there without the secret, nor with another one.
     let other = Keyring::new("k1".parse().unwrap(), [("k1".parse().unwrap(), [7_u8; 32].as_slice())]).unwrap();
-    for guess in [Keyring::plain(), other] {
-        let (guessed_principal, guessed_fingerprint) = written(guess);
+    for (number, guess) in [Keyring::default(), other].into_iter().enumerate() {
+        let (guessed_principal, guessed_fingerprint) = written(&world, guess, &format!("{K1}-{number}")).await;
         for (guessed, true_one) in [(guessed_principal, &principal), (guessed_fingerprint, &fingerprint)] {
             assert_ne!(guessed.rsplit(':').next(), true_one.rsplit(':').next());
         }
     }
     // The layer writes them as well.
+    let gate = Gate::open();
     let url = layered(&with_ring(&world, "k1", &["k1"]), Endpoint::raw("put", edge()), &gate).await + "/put";
     assert_eq!(send(post(&url, K2, "{}")).await.status, 201);
     let record = world.record("t1", K2).await.unwrap();
@@ -156,12 +157,10 @@ async fn o21_an_unknown_key_id_is_503_in_every_state_and_runs_nothing<S: Sql>(wo
     assert_eq!((gate.calls(), world.effects().await), (calls, 2));
 }
 
-/// A claim under these secrets whose process died.
-async fn left_behind<S: Sql>(world: &World<S>, ring: &Keyring, key_text: &str) {
-    let endpoint = world.process(EngineOptions { keyring: ring.clone(), ..EngineOptions::default() }).protect(edge());
-    let claim = claim(&endpoint, key_text, Mode::Edge, Duration::from_millis(1));
-    let claim = oncebox::store::KeyClaim { principal: scope("t1", "p1").mark(ring), ..claim };
-    world.is_left_behind(&claim).await;
+/// A claim of the principal of this record whose process died.
+async fn left_behind<S: Sql>(world: &World<S>, of: Record, key_text: &str) {
+    let claim = claim(&world.another_process().protect(edge()), key_text, Mode::Edge, Duration::from_millis(1));
+    world.is_left_behind(&oncebox::store::KeyClaim { principal: of.principal, ..claim }).await;
 }
 
 // Shown by: giving up a stale claim, or running it again, before its fingerprint is judged; calling
@@ -182,7 +181,8 @@ async fn o21_over_http_an_unknown_key_id_is_503_and_never_422<S: Sql>(world: Wor
     }
     let running = tokio::spawn(send(post(&slow, &format!("{K1}-{}", State::InProgress), "{}")));
     held.begun().await;
-    left_behind(&world, &ring("k2", &["k2"]), &format!("{K1}-stale")).await;
+    let runs = world.record("t1", &format!("{K1}-{}", State::InProgress)).await.unwrap();
+    left_behind(&world, runs, &format!("{K1}-stale")).await;
     let states = ended.map(|(state, _)| state.to_string());
     let keys = states.iter().map(String::as_str).chain([State::InProgress.as_str(), "stale"]);
     let keys: Vec<String> = keys.map(|state| format!("{K1}-{state}")).collect();

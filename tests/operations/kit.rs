@@ -10,9 +10,8 @@ use futures_util::future::BoxFuture;
 use oncebox::HandlerError;
 use oncebox::http::idempotency::{IdempotencyScope, JsonCommand};
 use oncebox::operation::{
-    Answered, Code, EffectTx, Endpoint, Engine, EngineOptions, FingerprintWriter, Fingerprinter, IdempotentCommand,
-    Identity, Key, KeyFormat, KeyGiven, Keyring, Mode, Outcome, Problem, Record, Registered, Reply, Route, Scope,
-    State,
+    Answered, Code, EffectTx, Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Identity, Key,
+    KeyFormat, KeyGiven, Mode, Outcome, Problem, Record, Registered, Reply, Route, Scope, State,
 };
 use oncebox::sqlx::{AssertSqlSafe, Database, query_scalar, raw_sql};
 use oncebox::store::OperationStore;
@@ -311,13 +310,17 @@ pub(crate) fn identity(tenant: &str, key: &str) -> Identity {
     Identity::new(&scope(tenant, "p1"), "put".parse().unwrap(), key)
 }
 
+/// The principal `p1` of tenant `t1`, and `put("a")`, as they are stored without a secret.
+const PRINCIPAL: &str = "sha256:8ba932e56e3482d064ee8abed934d5e5e2ea1296270ee8a0afd053d79825d400";
+const PUT_A: &str = "1:sha256:489e9e19da9685fe4ab10c52d2016b6f4ac820d7ce6b5a9ad292e2f2a03963ae";
+
 /// A claim of tenant `t1` for the command with the text `a`, without a request.
 pub(crate) fn claim(endpoint: &Registered, key: &str, mode: Mode, lease: Duration) -> KeyClaim {
-    let fingerprinter = Fingerprinter::new(endpoint.operation().clone(), 1..=1, None, Keyring::plain()).unwrap();
+    let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
     KeyClaim {
-        identity: identity("t1", key),
-        principal: scope("t1", "p1").mark(&Keyring::plain()),
-        fingerprint: fingerprinter.write(&put("a")),
+        identity: Identity::new(&scope("t1", "p1"), endpoint.operation().clone(), key),
+        principal: PRINCIPAL.parse().unwrap(),
+        fingerprint: PUT_A.parse().unwrap(),
         mode,
         operation_id: uuid::Uuid::now_v7(),
         owner: uuid::Uuid::now_v7(),
@@ -498,10 +501,11 @@ impl Http {
 
     /// It is this problem of the engine, whole.
     pub(crate) fn is(&self, code: Code) -> &Self {
-        assert_eq!((self.status, self.code().as_str()), (code.status(), code.as_str()), "{self:?}");
+        let problem = Problem::new(code);
+        assert_eq!((self.status, self.code().as_str()), (problem.status, code.as_str()), "{self:?}");
         assert_eq!(self.header("content-type"), Some("application/problem+json"));
         let after = self.header("retry-after").map(|value| value.parse::<u32>().unwrap());
-        assert_eq!(after.is_some(), code.pause().is_some(), "{self:?}");
+        assert_eq!(after.is_some(), problem.retry_after.is_some(), "{self:?}");
         assert!(after.is_none_or(|seconds| (1..=40).contains(&seconds)), "{self:?}");
         self
     }

@@ -6,8 +6,10 @@ use axum::extract::State;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::post as route_post;
-use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer, OutcomeTag};
-use oncebox::operation::{Code, Effects, Endpoint, Mode, Outcome, Reconciled, Record, Route, State as Remembered};
+use oncebox::http::idempotency::{IdempotencyLayer, OutcomeTag};
+use oncebox::operation::{
+    Code, Effects, Endpoint, Guard, Mode, Outcome, Reconciled, Record, Route, State as Remembered,
+};
 use oncebox::store::{ActContext, Basis, Begun, Fenced, KeyChange, KeyClaim};
 
 use super::kit::*;
@@ -313,7 +315,7 @@ async fn a_release_and_a_late_word_at_once_leave_one_of_them_seen<S: Sql>(world:
             match freed_by {
                 "release" => store.release(&owned).await.unwrap() == Fenced::Done,
                 "reclaim" => {
-                    let again = KeyClaim { owner: KeyClaim::new_owner(), ..wanted };
+                    let again = KeyClaim { owner: uuid::Uuid::now_v7(), ..wanted };
                     store.claim(&again, Basis::Reclaim(&seen)).await.unwrap().is_some()
                 }
                 _ => {
@@ -371,7 +373,7 @@ async fn layer_left_unknown<S: Sql>(world: &World<S>) {
 struct App<S>(S);
 
 /// Does what its header says, mostly without its guard.
-async fn careless<S: Sql>(State(App(store)): State<App<S>>, guard: IdempotencyGuard<S>, told: HeaderMap) -> Response {
+async fn careless<S: Sql>(State(App(store)): State<App<S>>, guard: Guard<S>, told: HeaderMap) -> Response {
     let told = told["test-does"].to_str().unwrap();
     if told.starts_with("commits") {
         store.tx("insert into effect (text) values ('by itself')").await.commit().await.unwrap();
@@ -387,7 +389,7 @@ async fn careless<S: Sql>(State(App(store)): State<App<S>>, guard: IdempotencyGu
         "ends the transaction" => {
             let mut tx = store.tx("insert into effect (text) values ('by itself')").await;
             S::run(&mut tx, "commit").await.unwrap();
-            let refused = guard.commit(tx, StatusCode::CREATED.into_response()).await;
+            let refused = guard.commit_response(tx, StatusCode::CREATED.into_response()).await;
             (StatusCode::INTERNAL_SERVER_ERROR, refused.unwrap_err().to_string()).into_response()
         }
         _ => StatusCode::INTERNAL_SERVER_ERROR.into_response(),

@@ -10,9 +10,9 @@ use axum::extract::{Json, State};
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post as route_post};
-use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer, Idempotent, OutcomeTag};
+use oncebox::http::idempotency::{IdempotencyLayer, Idempotent, OutcomeTag};
 use oncebox::operation::{
-    Code, Effects, Endpoint, Fingerprinter, Mode, Outcome, Reconciled, Reply, Requirement, Route, State as Remembered,
+    Code, Effects, Endpoint, Guard, Mode, Outcome, Reconciled, Reply, Requirement, Route, State as Remembered,
 };
 use oncebox::store::{Bridged, KeyClaim};
 use serde::Deserialize;
@@ -231,30 +231,21 @@ async fn o10_the_engines_timeout_answers_409_and_does_not_end_the_handler<S: Sql
     assert_eq!((gate.calls(), world.effects().await), (1, 1));
 }
 
-/// A claim of a process that died after it, whatever its handler did.
-pub(crate) async fn left_behind<S: Sql>(world: &World<S>, mode: Mode, body: &str) {
-    let fingerprinter =
-        Fingerprinter::new("put".parse().unwrap(), 1..=1, None, oncebox::operation::Keyring::plain()).unwrap();
-    let path = vec![("@method".to_owned(), "POST".to_owned()), ("@path".to_owned(), "/put".to_owned())];
-    let command = oncebox::operation::RawCommand::new(path, vec![]);
-    let command = command.body("application/json", body.as_bytes()).unwrap();
-    let claim = KeyClaim {
-        identity: identity("t1", K1),
-        principal: scope("t1", "p1").mark(&oncebox::operation::Keyring::plain()),
-        fingerprint: fingerprinter.write(&command),
-        mode,
-        operation_id: uuid::Uuid::now_v7(),
-        owner: uuid::Uuid::now_v7(),
-        lease: Duration::from_millis(1),
-    };
-    world.is_left_behind(&claim).await;
+/// The stored fingerprint of `POST /put` with the JSON body `{}`.
+const POST_PUT: &str = "1:sha256:c5064f61b7cc54c0597fc1ca96b4a9c8a55a433c395a27b9ceeda1c5edb92668";
+
+/// A claim for `POST /put` of a process that died after it, whatever its handler did.
+pub(crate) async fn left_behind<S: Sql>(world: &World<S>, mode: Mode) {
+    let endpoint = world.another_process().protect(Route::new(mode));
+    let claim = claim(&endpoint, K1, mode, Duration::from_millis(1));
+    world.is_left_behind(&KeyClaim { fingerprint: POST_PUT.parse().unwrap(), ..claim }).await;
 }
 
 // Shown by: taking a stale claim over (M118: blind re-execution); deriving a failure from age.
 async fn o11_a_stale_claim_becomes_unknown_and_is_not_run_again<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     let url = layered(&world, Endpoint::raw("put", edge()), &gate).await + "/put";
-    left_behind(&world, Mode::Edge, "{}").await;
+    left_behind(&world, Mode::Edge).await;
     for _ in 0..3 {
         let unknown = send(post(&url, K1, "{}")).await;
         assert_eq!(unknown.is(Code::OutcomeUnknown).header("retry-after"), Some("30"));
@@ -273,12 +264,12 @@ async fn o11_a_stale_claim_is_reconciled_where_the_route_can<S: Sql>(world: Worl
         let asks = asks.clone();
         Box::pin(async move {
             asks.pass().await;
-            assert_eq!(run.tenant, "t1");
+            assert_eq!(run.identity.tenant(), "t1");
             Ok(if asks.calls() == 1 { Reconciled::Unknown } else { Reconciled::Completed(Reply::json(201, &"found")?) })
         })
     });
     let url = layered(&world, endpoint, &gate).await + "/put";
-    left_behind(&world, Mode::Edge, "{}").await;
+    left_behind(&world, Mode::Edge).await;
     send(post(&url, K1, "{}")).await.is(Code::RecoveryPending);
     until("it is found out", || async { send(post(&url, K1, "{}")).await.status == 201 }).await;
     let found = send(post(&url, K1, "{}")).await;
@@ -290,7 +281,7 @@ async fn o11_a_stale_claim_runs_again_where_that_is_declared_harmless<S: Sql>(wo
     let gate = Gate::open();
     let route = Route { effects: Effects::Repeatable, ..edge() };
     let url = layered(&world, Endpoint::raw("put", route), &gate).await + "/put";
-    left_behind(&world, Mode::Edge, "{}").await;
+    left_behind(&world, Mode::Edge).await;
     let mut twenty = tokio::task::JoinSet::new();
     for _ in 0..20 {
         let url = url.clone();
@@ -303,14 +294,14 @@ async fn o11_a_stale_claim_runs_again_where_that_is_declared_harmless<S: Sql>(wo
 }
 
 /// Commits with the guard, then a layer inside answers something else.
-async fn guarded<S: Sql>(State(app): State<App<S>>, guard: IdempotencyGuard<S>, headers: HeaderMap) -> Response {
+async fn guarded<S: Sql>(State(app): State<App<S>>, guard: Guard<S>, headers: HeaderMap) -> Response {
     let mut tx = app.store.tx("insert into effect (text) values ('guarded')").await;
     app.gate.pass().await;
     if headers.contains_key("test-ends") {
         S::run(&mut tx, "rollback").await.unwrap();
     }
     let response = (StatusCode::CREATED, [("location", "/effects/9")], "committed").into_response();
-    match guard.commit(tx, response).await {
+    match guard.commit_response(tx, response).await {
         Ok(_) if headers.contains_key("test-spoils") => StatusCode::REQUEST_TIMEOUT.into_response(),
         Ok(response) => response,
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
@@ -357,7 +348,7 @@ async fn o2_a_guard_stores_no_success_of_a_transaction_that_has_ended<S: Sql>(wo
 // transaction is begun later.)
 async fn o2_a_stale_guarded_claim_is_taken_over_and_the_late_owner_changes_nothing<S: Sql>(world: World<S>) {
     let gate = Gate::open();
-    left_behind(&world, Mode::Bridged, "{}").await;
+    left_behind(&world, Mode::Bridged).await;
     let stale = world.record("t1", K1).await.unwrap();
     let url = with_guard(&world, &gate, edge()).await;
     let one = send(post(&url, K1, "{}")).await;

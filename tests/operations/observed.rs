@@ -8,9 +8,10 @@ use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use axum::routing::post as route_post;
 use oncebox::HandlerError;
-use oncebox::http::idempotency::{IdempotencyGuard, IdempotencyLayer};
+use oncebox::http::idempotency::IdempotencyLayer;
 use oncebox::operation::{
-    Code, EffectTx, Endpoint, EngineOptions, Key, KeyFormat, Mode, Outcome, Reply, Retention, Route, WhileRunning,
+    Code, EffectTx, Endpoint, EngineOptions, Guard, Key, KeyFormat, Mode, Outcome, Reply, Retention, Route,
+    WhileRunning,
 };
 use oncebox::sqlx::query_scalar;
 use oncebox::store::sqlite::SqliteStore;
@@ -137,12 +138,12 @@ async fn o12_a_run_whose_guard_has_committed_loses_no_lease() {
         let route = Route { mode, lease, timeout, completion_budget, ..edge() };
         let layer = IdempotencyLayer::new(&world.engine, Endpoint::raw(operation, route)).unwrap();
         let (store, gate) = (world.store.clone(), gate.clone());
-        let handler = move |guard: IdempotencyGuard<SqliteStore>| {
+        let handler = move |guard: Guard<SqliteStore>| {
             let (store, gate) = (store.clone(), gate.clone());
             async move {
                 if mode == Mode::Bridged {
                     let tx = store.tx("insert into effect (text) values ('guarded')").await;
-                    guard.commit(tx, StatusCode::CREATED.into_response()).await.unwrap();
+                    guard.commit_response(tx, StatusCode::CREATED.into_response()).await.unwrap();
                 }
                 gate.pass().await;
                 StatusCode::CREATED

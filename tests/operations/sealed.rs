@@ -24,9 +24,9 @@ fn sealing<S: Sql>(world: &World<S>, sealer: Sealer) -> World<S> {
 /// A transactional or an edge operation of this process.
 async fn serves<S: Sql>(world: &World<S>, answers: &Answers, is_typed: bool, gate: &Gate) -> String {
     if is_typed {
-        answers.typed(world, |endpoint| endpoint, gate).await
+        answers.typed(world, |route| route, gate).await
     } else {
-        answers.raw(world, |endpoint| endpoint, gate).await
+        answers.raw(world, |route| route, gate).await
     }
 }
 
@@ -111,7 +111,7 @@ async fn http_11_a_dump_of_the_database_shows_no_sealed_answer() {
         let (world, gate) = (sqlite().await, Gate::open());
         let process = if sealed { sealing(&world, sealer("e1", &["e1"])) } else { world.another_process() };
         let secret = "balance of acc-7: 4242";
-        let url = Answers::new("text/plain", secret).typed(&process, |endpoint| endpoint, &gate).await;
+        let url = Answers::new("text/plain", secret).typed(&process, |route| route, &gate).await;
         assert_eq!(ask(&url, K1).await.body, secret.as_bytes());
         let mut dump = Vec::new();
         for file in std::fs::read_dir(world._directory.as_ref().unwrap().path()).unwrap() {

@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use oncebox::operation::phased::{
-    DriveSettings, Effect, First, FirstPhase, Flow, Local, LocalPhase, LocalPoint, Phase, PhasedEngine, Prepare,
-    Provider, Recovery, RecoveryOptions, Settled, SettledPhase, SettledPoint, Settlement, Settlements,
+    Effect, First, FirstPhase, Flow, Local, LocalPhase, LocalPoint, Phase, PhasedEngine, Prepare, Provider, Recovery,
+    RecoveryOptions, Settled, SettledPhase, SettledPoint, Settlement, Settlements,
 };
 use oncebox::operation::provider::{KeyWindow, Strategy};
 use oncebox::operation::{
-    AfterExpiry, Answered, Code, Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand, Key, KeyFormat,
-    KeyGiven, Keyring, Mode, Registered, Reply, Route, Scope, Sealer, Stage, WhileRunning,
+    AfterExpiry, Answered, Code, DriveSettings, Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand,
+    Key, KeyFormat, KeyGiven, Keyring, Mode, Registered, Reply, Route, Scope, Sealer, Stage, WhileRunning,
 };
 use oncebox::store::{Base, Phases, StoredOperation};
 use oncebox::{HandlerError, NewMessage, async_trait};
@@ -120,11 +120,7 @@ impl Provider for Shared {
 }
 
 impl Prepare<CardCharge> for Shared {
-    fn prepare(
-        &self,
-        request: &CardCharge,
-        key: &oncebox::operation::phased::ProviderKey,
-    ) -> Result<Vec<u8>, HandlerError> {
+    fn prepare(&self, request: &CardCharge, key: &str) -> Result<Vec<u8>, HandlerError> {
         self.0.prepare(request, key)
     }
 }
@@ -243,7 +239,7 @@ struct Settle {
 pub(crate) const CREATED: LocalPoint = LocalPoint("LOCAL_PAYMENT_CREATED");
 
 fn payment<S: Base>(phase: &Phase<'_, S>) -> Uuid {
-    phase.context().identities().row("payment")
+    phase.context().row("payment")
 }
 
 #[async_trait]
@@ -375,8 +371,8 @@ impl Plan {
             trouble: Trouble::default(),
             version: 1,
             deployment: None,
-            sealer: Sealer::plain(),
-            keyring: Keyring::plain(),
+            sealer: Sealer::default(),
+            keyring: Keyring::default(),
             while_running: WhileRunning::Conflict,
             stored_max: None,
         }
@@ -439,6 +435,7 @@ impl<S: Rows> Service<S> {
             sealer: plan.sealer.clone(),
             keyring: plan.keyring.clone(),
             stored_bytes_per_tenant_max: plan.stored_max,
+            driving: plan.settings,
             ..EngineOptions::default()
         };
         let engine = Engine::new(store.clone(), options);
@@ -448,8 +445,7 @@ impl<S: Rows> Service<S> {
             Some(deployment) => deployment,
             None => store.deployment().await.unwrap(),
         };
-        let flows = [(flow(plan, provider), &endpoint)];
-        let phased = PhasedEngine::driven(&engine, deployment, plan.settings, flows).unwrap();
+        let phased = PhasedEngine::new(&engine, deployment, [(flow(plan, provider), &endpoint)]).unwrap();
         Self { store: store.clone(), engine, endpoint, phased }
     }
 
@@ -466,8 +462,8 @@ impl<S: Rows> Service<S> {
     /// A request that may be refused because the database is not there.
     pub(crate) async fn ask_once(&self, key: &str, amount: i64, budget: Duration) -> Answered {
         let scope = Scope::new("t1", "p1").unwrap();
-        let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
-        self.phased.execute_phased(&self.endpoint, Some(scope), KeyGiven::Given(key), Charge { amount }, budget).await
+        let key = KeyGiven::Given(Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap());
+        self.phased.execute_phased(&self.endpoint, Some(scope), key, Charge { amount }, None, budget).await
     }
 
     /// The request again and again, as a client does, until an outcome is answered.

@@ -135,12 +135,12 @@ async fn the_memory_of_a_command_is_held_until_its_driver_has_ended<S: Rows>(sto
     while permit.grow(1 << 20) {}
     let (scope, key) = (Scope::new("t1", "p1").unwrap(), Key::parse(ONE.as_bytes(), KeyFormat::Opaque).unwrap());
     let (charge, budget) = (Charge { amount: 700 }, Duration::from_millis(1));
-    let asked = service.phased.execute_phased_holding(
-        permit,
+    let asked = service.phased.execute_phased(
         &service.endpoint,
         Some(scope),
         KeyGiven::Given(key),
         charge,
+        Some(permit),
         budget,
     );
     let (asked, ()) = tokio::join!(asked, held.reached());

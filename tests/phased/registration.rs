@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
+use oncebox::error::Invalid;
 use oncebox::operation::phased::{
-    Effect, First, FirstPhase, Flow, FlowError, Phase, PhasedEngine, Settled, SettledPhase, SettledPoint, Settlements,
+    Effect, First, FirstPhase, Flow, Phase, PhasedEngine, Settled, SettledPhase, SettledPoint, Settlements,
 };
 use oncebox::operation::provider::{KeyWindow, Strategy};
 use oncebox::operation::{Endpoint, Engine, EngineOptions, Mode, Registered, Reply, Route};
@@ -34,12 +35,12 @@ fn effect(name: &'static str, strategy: Strategy) -> Effect<Scripted> {
     Effect::new(name, Scripted::default(), strategy)
 }
 
-fn of(effects: &[Effect<Scripted>]) -> Result<Flow<SqliteStore>, FlowError> {
+fn of(effects: &[Effect<Scripted>]) -> Result<Flow<SqliteStore>, Invalid> {
     let begun = Flow::begin("create_charge", 1, Nothing);
     effects.iter().fold(begun, |flow, effect| flow.effect(effect, Nothing)).build()
 }
 
-fn assert_says(refused: &FlowError, what: &str) {
+fn assert_says(refused: &Invalid, what: &str) {
     assert!(refused.to_string().contains(what), "{refused}");
 }
 
@@ -69,7 +70,7 @@ fn every_point_and_effect_is_registered_once_and_what_is_undone_is_there() {
     let shared = effect("refund", KEY).at("charge:sent", SettledPoint("refund:settled"));
     assert_says(&refused(&[effect("charge", KEY), shared]), "`charge:sent` is registered twice");
     let undo = effect("refund", KEY).undoing("nothing");
-    let flow = Flow::begin("create_charge", 1, Nothing).effect(&effect("charge", KEY), Nothing).undo(&undo, Nothing);
+    let flow = Flow::begin("create_charge", 1, Nothing).effect(&effect("charge", KEY), Nothing).effect(&undo, Nothing);
     assert_says(&flow.build().expect_err("refused"), "effect `refund` undoes `nothing`, which is no effect");
 }
 

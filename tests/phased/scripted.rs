@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
 use futures_util::future::BoxFuture;
-use oncebox::operation::phased::{Asked, Call, Prepare, Provider, ProviderKey, Sent};
+use oncebox::operation::phased::{Asked, Call, Prepare, Provider, Sent};
 use oncebox::operation::provider::{Answer, Matches, QueryAnswer};
 use oncebox::{HandlerError, async_trait};
 use tokio::sync::Notify;
@@ -172,7 +172,7 @@ impl Provider for Scripted {
 }
 
 impl Prepare<i64> for Scripted {
-    fn prepare(&self, amount: &i64, _: &ProviderKey) -> Result<Vec<u8>, HandlerError> {
+    fn prepare(&self, amount: &i64, _: &str) -> Result<Vec<u8>, HandlerError> {
         // Bytes that are never made the same twice.
         let made = self.0.prepared.fetch_add(1, Ordering::SeqCst);
         Ok(format!("{amount} made {made} {:?}", SystemTime::now()).into_bytes())

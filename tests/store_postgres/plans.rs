@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Retention, Scope, Stage, State, Tombstone};
+use oncebox::operation::{Identity, Key, KeyFormat, Mode, Retention, Scope, Stage, State, Tombstone};
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{
     Answer, AnswerBody, Base, Basis, Begun, DeadFilter, DeadState, FIRST_POINT, Inbox, KeyClaim, KeyFilter,
@@ -105,7 +105,7 @@ async fn o9_a_phase_moves_its_record_on_without_reading_the_table() {
         let new = NewOperation {
             claim: KeyClaim {
                 identity: Identity::new(&scope, "put".parse().unwrap(), key),
-                principal: scope.mark(&Keyring::plain()),
+                principal: format!("sha256:{}", "0b".repeat(32)).parse().unwrap(),
                 fingerprint: format!("1:sha256:{}", "0f".repeat(32)).parse().unwrap(),
                 mode: Mode::Phased,
                 operation_id: Uuid::now_v7(),

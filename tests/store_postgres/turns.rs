@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use oncebox::message::{Arrived, Coordinates, IdRule, Message, MessageId};
-use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Retention, Scope as KeyScope, Stage, Tombstone};
+use oncebox::operation::{Identity, Key, KeyFormat, Mode, Retention, Scope as KeyScope, Stage, Tombstone};
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{
     Answer, AnswerBody, Base, Basis, Begun, ConsumerId, ConsumerSpec, FIRST_POINT, Fenced, Inbox, InboxEntry, KeyClaim,
@@ -122,7 +122,7 @@ fn key_claim(mode: Mode, number: usize) -> KeyClaim {
     let key = Key::parse(format!("a-key-of-many-{number:06}-{mode:?}").as_bytes(), KeyFormat::Opaque).unwrap();
     KeyClaim {
         identity: Identity::new(&scope, "put".parse().unwrap(), key),
-        principal: scope.mark(&Keyring::plain()),
+        principal: format!("sha256:{}", "0b".repeat(32)).parse().unwrap(),
         fingerprint: format!("1:sha256:{}", "0f".repeat(32)).parse().unwrap(),
         mode,
         operation_id: Uuid::now_v7(),

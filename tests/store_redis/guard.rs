@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use oncebox::StoreError;
 use oncebox::operation::{
-    Durability, Effects, Endpoint, Engine, EngineOptions, Identity, Key, KeyFormat, Keyring, Mode, Retention, Route,
-    Scope, State,
+    Durability, Effects, Endpoint, Engine, EngineOptions, Identity, Key, KeyFormat, Mode, Retention, Route, Scope,
+    State,
 };
 use oncebox::store::redis::{RedisKeys, RedisOptions};
 use oncebox::store::{Answer, AnswerBody, Basis, Fenced, KeptBody, KeyClaim, Keys, Owned, RunOutcome};
@@ -24,7 +24,7 @@ fn claim(key: &str) -> KeyClaim {
     let key = Key::parse(format!("{key}-0123456789abcdef").as_bytes(), KeyFormat::Opaque).unwrap();
     KeyClaim {
         identity: Identity::new(&scope, "send_receipt".parse().unwrap(), key),
-        principal: scope.mark(&Keyring::plain()),
+        principal: format!("sha256:{}", "0b".repeat(32)).parse().unwrap(),
         fingerprint: format!("1:sha256:{}", "0a".repeat(32)).parse().unwrap(),
         mode: Mode::Edge,
         operation_id: Uuid::now_v7(),
@@ -261,7 +261,7 @@ async fn o25_a_lease_that_is_over_takes_no_claim_away_and_only_an_outcome_has_a_
     take(&fixture.store, &stale).await;
     eventually("the lease is over", Duration::from_secs(60), || async {
         let look = fixture.store.find(&stale.identity).await.unwrap();
-        (!look.record.unwrap().is_owned(look.now)).then_some(())
+        look.record.unwrap().lease_left(look.now).is_zero().then_some(())
     })
     .await;
     assert!(fixture.store.claim(&stale, Basis::New).await.unwrap().is_none());

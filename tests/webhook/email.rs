@@ -1,8 +1,8 @@
 //! E-mails, sent by phased operations to files and to a mail server (O28).
 
-use oncebox::operation::Delivery;
-use oncebox::operation::phased::DriveSettings;
-use oncebox::operation::phased::email::{EmailTransport, Emails, SendEmail};
+use oncebox::operation::phased::email::{Emails, SendEmail};
+use oncebox::operation::{Delivery, DriveSettings};
+use oncebox::sender::EmailTransport;
 use uuid::Uuid;
 
 use crate::service::Service;

@@ -2,11 +2,10 @@
 
 use std::time::Duration;
 
-use oncebox::operation::phased::webhook::delivery;
-use oncebox::operation::phased::{DriveSettings, Flow, PhasedEngine, Recovery, RecoveryOptions};
+use oncebox::operation::phased::{Flow, PhasedEngine, Recovery, RecoveryOptions};
 use oncebox::operation::{
-    Answered, Delivery, Endpoint, Engine, EngineOptions, IdempotentCommand, Key, KeyFormat, KeyGiven, Registered,
-    Retention, Scope, Tombstone,
+    Answered, Delivery, DriveSettings, Endpoint, Engine, EngineOptions, IdempotentCommand, Key, KeyFormat, KeyGiven,
+    Registered, Retention, Scope, Tombstone,
 };
 use oncebox::sqlx;
 use oncebox::store::sqlite::SqliteStore;
@@ -37,15 +36,15 @@ impl Drop for Service {
 }
 
 impl Service {
-    pub(crate) async fn over(endpoint: Endpoint, flow: Flow<SqliteStore>, settings: DriveSettings) -> Self {
+    pub(crate) async fn over(endpoint: Endpoint, flow: Flow<SqliteStore>, driving: DriveSettings) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let url = format!("sqlite://{}", directory.path().join("test.db").display());
         let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
         store.migrate().await.unwrap();
-        let engine = Engine::new(store.clone(), EngineOptions::default());
+        let engine = Engine::new(store.clone(), EngineOptions { driving, ..EngineOptions::default() });
         let endpoint = engine.protect(endpoint).unwrap();
         let deployment = store.deployment().await.unwrap();
-        let phased = PhasedEngine::driven(&engine, deployment, settings, [(flow, &endpoint)]).unwrap();
+        let phased = PhasedEngine::new(&engine, deployment, [(flow, &endpoint)]).unwrap();
         let every = RecoveryOptions { every: Duration::from_millis(20), ..RecoveryOptions::default() };
         let recovery = Recovery::new(&phased, every, oncebox::observe::Health::default());
         let worker = tokio::spawn(recovery.run(CancellationToken::new()));
@@ -58,7 +57,7 @@ impl Service {
     {
         let key = KeyGiven::Given(Key::parse(event.to_string().as_bytes(), KeyFormat::UuidV7).unwrap());
         let scope = Some(Scope::new("t1", "payments").unwrap());
-        self.phased.execute_phased(&self.endpoint, scope, key, command, Duration::from_millis(10)).await
+        self.phased.execute_phased(&self.endpoint, scope, key, command, None, Duration::from_millis(10)).await
     }
 
     /// The status of its outcome, asked for until it is there.
@@ -112,7 +111,7 @@ impl Service {
     pub(crate) async fn state(&self) -> Option<Delivery> {
         for stored in self.operations().await {
             // One that was refused in its first phase intended nothing.
-            if let Some(state) = delivery(&stored) {
+            if let Some(state) = stored.delivery() {
                 return Some(state);
             }
         }

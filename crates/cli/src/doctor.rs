@@ -200,7 +200,7 @@ fn versions(live: &[Announced]) -> Vec<Finding> {
         .map(|of_one| {
             let said = of_one.iter().map(|one| {
                 let Versions { readable, write_version, kids, write_kid, .. } = &one.versions;
-                let kids = kids.iter().map(|kid| kid.as_str()).collect::<Vec<_>>().join(", ");
+                let kids = kids.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
                 format!(
                     "process {} reads versions {} to {} with key ids {kids}, and writes {write_version} with {write_kid}",
                     one.process,

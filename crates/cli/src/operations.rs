@@ -120,9 +120,8 @@ pub(crate) struct Filter {
 }
 
 fn stage(text: &str) -> Result<Stage, String> {
-    let mut stages = Stage::ALL.into_iter().filter(|stage| stage.as_str().eq_ignore_ascii_case(text));
     let all = "no stage; received, local, outstanding, settled, succeeded, failed and unknown are";
-    stages.next().ok_or_else(|| all.to_owned())
+    text.to_ascii_uppercase().parse().map_err(|_| all.to_owned())
 }
 
 pub(super) async fn run(command: &OperationsCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {

@@ -71,7 +71,7 @@ impl Row {
         let (seen, holds) = match basis {
             Basis::New => return false,
             Basis::TakeOver(seen) | Basis::Reconcile(seen) => {
-                let stale = record.state == State::InProgress && !record.is_owned(now);
+                let stale = record.state == State::InProgress && record.lease_left(now).is_zero();
                 let unknown = record.state == State::UnknownRequiresRecovery && record.mode == Mode::Edge;
                 (seen, (stale && matches!(record.mode, Mode::Bridged | Mode::Edge)) || unknown)
             }
@@ -131,7 +131,9 @@ impl Keys for MemoryKeys {
     }
 
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Option<Owned>, StoreError> {
-        claim.requires(&[Mode::Bridged, Mode::Edge])?;
+        if !matches!(claim.mode, Mode::Bridged | Mode::Edge) {
+            return Err(StoreError::Refused(format!("a claim of mode {} cannot be made here", claim.mode)));
+        }
         let (mut book, now, digest) = (self.book(), now(), claim.identity.digest());
         let created_at = match (book.rows.get(&digest), basis) {
             (None, Basis::New) => now,
@@ -201,7 +203,7 @@ impl Keys for MemoryKeys {
     async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
         let (mut book, now) = (self.book(), now());
         let Some(row) = book.rows.get_mut(&seen.identity.digest()) else { return Ok(Fenced::LostOwnership) };
-        let stale = row.record.mode == Mode::Edge && !row.record.is_owned(now);
+        let stale = row.record.mode == Mode::Edge && row.record.lease_left(now).is_zero();
         if row.record.epoch != seen.epoch || row.record.state != State::InProgress || !stale {
             return Ok(Fenced::LostOwnership);
         }
@@ -216,7 +218,9 @@ impl Keys for MemoryKeys {
         let (book, now) = (self.book(), now());
         let records = book.rows.values().map(|row| &row.record);
         let is_stale = |record: &&Record| {
-            record.identity.operation() == operation && record.state == State::InProgress && !record.is_owned(now)
+            record.identity.operation() == operation
+                && record.state == State::InProgress
+                && record.lease_left(now).is_zero()
         };
         Ok(records.filter(is_stale).take(usize::try_from(limit).unwrap_or(usize::MAX)).cloned().collect())
     }
@@ -261,15 +265,15 @@ impl Keys for MemoryKeys {
     }
 
     async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
-        let is_open = |row: &&Row| row.record.identity.tenant() == tenant && !row.record.state.is_terminal();
-        Ok(self.book().rows.values().filter(is_open).count() as u64)
+        let of_tenant = |row: &&Row| row.record.identity.tenant() == tenant && is_open(row.record.state);
+        Ok(self.book().rows.values().filter(of_tenant).count() as u64)
     }
 
     async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
         let (book, now) = (self.book(), now());
         let of_tenant = book.rows.values().filter(|row| row.record.identity.tenant() == tenant);
         let bodies = of_tenant.filter_map(|row| row.body.as_ref()).filter(|(_, until)| *until > now);
-        Ok(bodies.map(|(body, _)| body.stands_in()).sum())
+        Ok(bodies.map(|(body, _)| stands_in(body)).sum())
     }
 
     async fn observe_run(&self, _: &NewEvidence) -> Result<(), StoreError> {
@@ -296,6 +300,17 @@ impl Keys for MemoryKeys {
         }
         Ok(stats)
     }
+}
+
+/// Whether the outcome is not known.
+fn is_open(state: State) -> bool {
+    matches!(state, State::InProgress | State::UnknownRequiresRecovery)
+}
+
+/// How many bytes a body takes; the length of each name and value of a header takes four.
+fn stands_in(body: &KeptBody) -> u64 {
+    let headers = body.headers.iter().map(|(name, value)| 8 + name.len() + value.len());
+    (headers.sum::<usize>() + body.bytes.len()) as u64
 }
 
 fn count(number: usize) -> i64 {

@@ -45,44 +45,25 @@ fn credential_in(url: &reqwest::Url) -> Option<String> {
     url.query_pairs().map(|(name, _)| name).find(|name| is_credential(name)).map(std::borrow::Cow::into_owned)
 }
 
-/// A secret that encrypts bodies in the journal (XChaCha20-Poly1305). The application must keep it.
 #[cfg(feature = "encrypt")]
-#[derive(Clone)]
-pub struct JournalCipher(chacha20poly1305::XChaCha20Poly1305);
-
-#[cfg(feature = "encrypt")]
-impl std::fmt::Debug for JournalCipher {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("JournalCipher")
-    }
+fn encrypted(secret: &[u8; 32], line: &[u8], body: &[u8]) -> Result<Vec<u8>, String> {
+    use chacha20poly1305::aead::{Aead, Generate, Payload};
+    use chacha20poly1305::{KeyInit, XChaCha20Poly1305, XNonce};
+    // 24 random bytes: two equal nonces under one key are practically impossible.
+    let nonce = XNonce::generate();
+    let encrypted = XChaCha20Poly1305::new(secret.into()).encrypt(&nonce, Payload { msg: body, aad: line });
+    let mut sealed = nonce.to_vec();
+    sealed.extend(encrypted.map_err(|_| "the body cannot be encrypted".to_owned())?);
+    Ok(sealed)
 }
 
 #[cfg(feature = "encrypt")]
-impl JournalCipher {
-    /// A cipher from 32 secret bytes.
-    #[must_use]
-    pub fn new(secret: &[u8; 32]) -> Self {
-        use chacha20poly1305::KeyInit;
-        Self(chacha20poly1305::XChaCha20Poly1305::new(secret.into()))
-    }
-
-    fn seal(&self, line: &[u8], body: &[u8]) -> Result<Vec<u8>, String> {
-        use chacha20poly1305::XNonce;
-        use chacha20poly1305::aead::{Aead, Generate, Payload};
-        // 24 random bytes: two equal nonces under one key are practically impossible.
-        let nonce = XNonce::generate();
-        let encrypted = self.0.encrypt(&nonce, Payload { msg: body, aad: line });
-        let mut sealed = nonce.to_vec();
-        sealed.extend(encrypted.map_err(|_| "the body cannot be encrypted".to_owned())?);
-        Ok(sealed)
-    }
-
-    fn open(&self, line: &[u8], sealed: &[u8]) -> Result<Vec<u8>, String> {
-        use chacha20poly1305::aead::{Aead, Payload};
-        let (nonce, sealed) = sealed.split_first_chunk::<NONCE_BYTES>().ok_or("the body is cut off")?;
-        let opened = self.0.decrypt(&(*nonce).into(), Payload { msg: sealed, aad: line });
-        opened.map_err(|_| "it was changed, or encrypted with another secret".to_owned())
-    }
+fn decrypted(secret: &[u8; 32], line: &[u8], sealed: &[u8]) -> Result<Vec<u8>, String> {
+    use chacha20poly1305::aead::{Aead, Payload};
+    use chacha20poly1305::{KeyInit, XChaCha20Poly1305};
+    let (nonce, sealed) = sealed.split_first_chunk::<NONCE_BYTES>().ok_or("the body is cut off")?;
+    let opened = XChaCha20Poly1305::new(secret.into()).decrypt(&(*nonce).into(), Payload { msg: sealed, aad: line });
+    opened.map_err(|_| "it was changed, or encrypted with another secret".to_owned())
 }
 
 impl Entry {
@@ -118,7 +99,7 @@ impl Entry {
         let sealed = match bodies {
             Bodies::Digest => Vec::new(),
             #[cfg(feature = "encrypt")]
-            Bodies::Encrypted(cipher) => cipher.seal(&line, &[&sealed[..], b"\n", &request.body].concat())?,
+            Bodies::Encrypted(secret) => encrypted(secret, &line, &[&sealed[..], b"\n", &request.body].concat())?,
         };
         Ok([&line[..], b"\n", &sealed].concat())
     }
@@ -136,8 +117,8 @@ impl Entry {
                 (place, (None, digest))
             }
             #[cfg(feature = "encrypt")]
-            (None, None, Bodies::Encrypted(cipher)) => {
-                let opened = cipher.open(line, sealed)?;
+            (None, None, Bodies::Encrypted(secret)) => {
+                let opened = decrypted(secret, line, sealed)?;
                 let end = opened.iter().position(|&byte| byte == b'\n').ok_or("what is sealed has no first line")?;
                 let place = serde_json::from_slice(&opened[..end]).map_err(|error| error.to_string())?;
                 let body = &opened[end + 1..];
@@ -220,7 +201,7 @@ mod tests {
     #[cfg(feature = "encrypt")]
     #[test]
     fn o27_a_kept_body_is_unreadable_and_nothing_of_its_entry_can_be_changed() {
-        let bodies = Bodies::Encrypted(JournalCipher::new(&[7; 32]));
+        let bodies = Bodies::Encrypted([7; 32]);
         let request = Request { url: "https://api.example.com/x?sig=secret".parse().unwrap(), ..request() };
         let bytes = Entry::seal(&request, SystemTime::now(), &bodies).unwrap();
         for part in ["secret", "example", "content-type"] {
@@ -234,7 +215,7 @@ mod tests {
             changed[at] ^= 1;
             assert!(Entry::open(&changed, &bodies).is_err(), "byte {at}");
         }
-        let other = Bodies::Encrypted(JournalCipher::new(&[8; 32]));
+        let other = Bodies::Encrypted([8; 32]);
         assert!(Entry::open(&bytes, &other).is_err());
         assert!(Entry::open(&bytes, &Bodies::Digest).is_err());
     }

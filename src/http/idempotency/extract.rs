@@ -40,11 +40,7 @@ where
     }
 }
 
-/// The claim of the request, for a handler that commits its outcome with its effects (O2).
-#[derive(Debug, Clone)]
-pub struct IdempotencyGuard<S: Operations + Base>(pub Guard<S>);
-
-impl<S: Operations + Base<Db: Database<Connection: Bridged>>> IdempotencyGuard<S> {
+impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
     /// Commits the handler's transaction together with this response as its outcome, and returns
     /// the response. Its body must be complete: a stream is refused, and so is a body that fails or
     /// does not end within the route's completion budget, because the transaction is open
@@ -52,18 +48,22 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> IdempotencyGuard<S
     ///
     /// # Errors
     /// As [`Guard::commit`]; [`GuardError::Unread`] for a body that cannot be read.
-    pub async fn commit(&self, tx: Transaction<'_, S::Db>, response: Response) -> Result<Response, GuardError> {
-        let reply = self.0.commit_read(tx, |within| reply_of(response, within)).await?;
+    pub async fn commit_response(
+        &self,
+        tx: Transaction<'_, S::Db>,
+        response: Response,
+    ) -> Result<Response, GuardError> {
+        let reply = self.commit_read(tx, |within| reply_of(response, within)).await?;
         Ok(reply_response(reply, false))
     }
 }
 
-impl<S: Operations + Base, St: Send + Sync> FromRequestParts<St> for IdempotencyGuard<S> {
+impl<S: Operations + Base, St: Send + Sync> FromRequestParts<St> for Guard<S> {
     type Rejection = (StatusCode, &'static str);
 
     async fn from_request_parts(parts: &mut Parts, _: &St) -> Result<Self, Self::Rejection> {
-        let guard = parts.extensions.get::<Guard<S>>().cloned();
+        let guard = parts.extensions.get::<Self>().cloned();
         let missing = "this handler needs the idempotency layer, and a request with a key";
-        guard.map(Self).ok_or((StatusCode::INTERNAL_SERVER_ERROR, missing))
+        guard.ok_or((StatusCode::INTERNAL_SERVER_ERROR, missing))
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! The layer suppresses concurrent duplicates and replays outcomes. If the process dies between the
 //! effect of the handler and the outcome, the key becomes UNKNOWN, unless the handler ends with
-//! [`IdempotencyGuard::commit`](super::IdempotencyGuard::commit).
+//! [`Guard::commit_response`].
 
 use std::convert::Infallible;
 use std::fmt;
@@ -25,7 +25,7 @@ use crate::error::Invalid;
 use crate::operation::port::Keys;
 use crate::operation::rules::raw::RawCommand;
 use crate::operation::rules::{Code, Mode};
-use crate::operation::{Asking, EdgeAnswer, Endpoint, EndpointError, Engine, Guard, Problem, Registered};
+use crate::operation::{Asking, EdgeAnswer, Endpoint, Engine, Guard, Problem, Registered};
 
 /// Protects one method of a route as one operation: `post(handler).route_layer(layer)`.
 #[derive(Debug)]
@@ -45,7 +45,7 @@ impl<S: Keys> IdempotencyLayer<S> {
     ///
     /// # Errors
     /// As [`Engine::protect`](crate::operation::Core::protect); any other mode.
-    pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
+    pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, Invalid> {
         let endpoint = endpoint.served_by("the layer", &[Mode::Edge, Mode::Bridged])?;
         Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)? })
     }
@@ -168,7 +168,7 @@ async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Resul
         path.push(("@query".to_owned(), raw.to_owned()));
     }
     let mut command = RawCommand::new(path, query).body(&content_type(&parts.headers), body)?;
-    for (name, since) in endpoint.counted_headers() {
+    for (name, since) in &endpoint.route().counts_headers {
         for value in parts.headers.get_all(name.as_str()) {
             command = command.header(*since, name, value.as_bytes());
         }

@@ -4,8 +4,9 @@
 //! # #[cfg(feature = "sqlite")]
 //! # mod on_sqlite {
 //! # use axum::{Router, extract::Request, routing::post};
+//! # use oncebox::error::Invalid;
 //! # use oncebox::http::idempotency::{JsonCommand, TypedOperation};
-//! # use oncebox::operation::{Endpoint, EndpointError, Engine, FingerprintWriter, IdempotentCommand, Mode, Outcome, Reply, Route};
+//! # use oncebox::operation::{Endpoint, Engine, FingerprintWriter, IdempotentCommand, Mode, Outcome, Reply, Route};
 //! # use oncebox::store::sqlite::SqliteStore;
 //! # #[derive(serde::Deserialize)]
 //! # #[serde(deny_unknown_fields)]
@@ -16,7 +17,7 @@
 //! #     const VERSION: u32 = 1;
 //! #     fn fingerprint(&self, _: u32, writer: &mut FingerprintWriter) { writer.field("amount", &self.amount); }
 //! # }
-//! fn routes(engine: &Engine<SqliteStore>) -> Result<Router, EndpointError> {
+//! fn routes(engine: &Engine<SqliteStore>) -> Result<Router, Invalid> {
 //!     let typed = TypedOperation::<_, Pay>::new(engine, Endpoint::typed::<Pay>(Route::new(Mode::Transactional)))?;
 //!     let pay = move |request: Request| {
 //!         let typed = typed.clone();
@@ -48,11 +49,11 @@ use serde::de::DeserializeOwned;
 use super::intake::{content_type, invalid, key_in, read_body, refused, scope_in, unread};
 use super::objects::read_json;
 use super::respond::respond;
-use crate::error::HandlerError;
+use crate::error::{HandlerError, Invalid};
 use crate::operation::port::{Keys, Operations};
 use crate::operation::rules::raw::{essence, is_json};
 use crate::operation::rules::{Canonical, Code, FingerprintWriter, IdempotentCommand, Mode, Outcome, Scope};
-use crate::operation::{BodyPermit, EffectTx, Endpoint, EndpointError, Engine, KeyGiven, Problem, Registered, Reply};
+use crate::operation::{BodyPermit, EffectTx, Endpoint, Engine, KeyGiven, Problem, Registered, Reply};
 use crate::store::base::Base;
 
 /// A command that is read from a JSON body. Derive `Deserialize` with `deny_unknown_fields`,
@@ -107,7 +108,7 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
     ///
     /// # Errors
     /// As [`Engine::protect`](crate::operation::Core::protect); any other mode.
-    pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
+    pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, Invalid> {
         Self::registered(engine, endpoint.served_by("a typed operation", &[Mode::Transactional])?)
     }
 
@@ -117,11 +118,11 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
     ///
     /// # Errors
     /// As [`Self::new`].
-    pub fn phased(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
+    pub fn phased(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, Invalid> {
         Self::registered(engine, endpoint.served_by("a typed operation in phases", &[Mode::Phased])?)
     }
 
-    fn registered(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, EndpointError> {
+    fn registered(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, Invalid> {
         Ok(Self { engine: engine.clone(), endpoint: engine.protect(endpoint)?, command: PhantomData })
     }
 

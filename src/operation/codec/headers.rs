@@ -36,7 +36,7 @@ const NEVER: [&str; 16] = [
 
 const NEVER_PREFIX: [&str; 5] = ["proxy-", "ratelimit-", "x-ratelimit-", "access-control-", "idempotent-"];
 
-pub(super) fn is_never(name: &str) -> bool {
+pub(in crate::operation) fn is_never(name: &str) -> bool {
     NEVER.contains(&name) || NEVER_PREFIX.iter().any(|prefix| name.starts_with(prefix))
 }
 

@@ -50,7 +50,7 @@ pub enum SealError {
     Key(String),
 }
 
-/// Seals and opens stored bytes. Cheap to clone.
+/// Seals and opens stored bytes. The default leaves them in plain. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct Sealer {
     write: Option<Kid>,
@@ -63,12 +63,6 @@ pub struct Sealer {
 type Headers = Vec<(String, Vec<u8>)>;
 
 impl Sealer {
-    /// A sealer that leaves bytes in plain.
-    #[must_use]
-    pub fn plain() -> Self {
-        Self::default()
-    }
-
     /// Encrypts with the key `write`. Opens bytes that were encrypted with any of `keys`. Each key
     /// has 32 bytes.
     ///

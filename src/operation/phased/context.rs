@@ -32,10 +32,16 @@ impl Context {
         self.identities.operation_id()
     }
 
-    /// Derives the ids of rows.
+    /// The id of a row that the operation makes, the same in each of its phases: a UUID v7 with the
+    /// time of the operation's own id. A message needs none: the transaction that enqueues it
+    /// commits once.
     #[must_use]
-    pub fn identities(&self) -> Identities {
-        self.identities
+    pub fn row(&self, name: &str) -> Uuid {
+        self.identities.row(name)
+    }
+
+    pub(super) fn provider_key(&self, effect: &str) -> String {
+        self.identities.provider_key(effect)
     }
 
     /// The tenant of the request.

@@ -8,7 +8,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::context::{Context, SettledPoint};
-use super::identity::ProviderKey;
 use super::provider::{Prepare, Provider};
 use crate::error::HandlerError;
 use crate::operation::rules::provider::{Settled, Strategy};
@@ -19,10 +18,6 @@ pub struct Effect<P> {
     provider: Arc<P>,
     pub(super) declared: Declared,
 }
-
-/// An effect that undoes another effect. It has an identity of its own, like every effect.
-#[derive(Debug)]
-pub struct Undo<P>(pub(super) Effect<P>);
 
 #[derive(Debug, Clone)]
 pub(super) struct Declared {
@@ -37,16 +32,9 @@ pub(super) struct Declared {
 }
 
 /// A request that will be sent. Its bytes are committed before the first send.
-#[derive(Debug)]
-pub struct Intent(pub(super) Prepared);
-
-/// A request that will be sent to undo an effect.
-#[derive(Debug)]
-pub struct Compensation(pub(super) Prepared);
-
-pub(super) struct Prepared {
+pub struct Intent {
     pub(super) effect: &'static str,
-    pub(super) key: ProviderKey,
+    pub(super) key: String,
     pub(super) bytes: Vec<u8>,
 }
 
@@ -98,11 +86,12 @@ impl<P: Provider> Effect<P> {
         self
     }
 
-    /// Makes this an effect that undoes another effect of the flow.
+    /// Makes this an effect that undoes another effect of the flow. It has an identity of its own,
+    /// like every effect. Only a phase after a settled effect may intend it.
     #[must_use]
-    pub fn undoing(mut self, effect: &'static str) -> Undo<P> {
+    pub fn undoing(mut self, effect: &'static str) -> Self {
         self.declared.undoes = Some(effect);
-        Undo(self)
+        self
     }
 
     /// Returns the intent to send this request. The bytes are made here, once (O5).
@@ -113,41 +102,15 @@ impl<P: Provider> Effect<P> {
     where
         P: Prepare<R>,
     {
-        Ok(Intent(self.prepared(context, request)?))
-    }
-
-    fn prepared<R: ?Sized>(&self, context: &Context, request: &R) -> Result<Prepared, HandlerError>
-    where
-        P: Prepare<R>,
-    {
-        let key = context.identities().provider_key(self.declared.name);
+        let key = context.provider_key(self.declared.name);
         let bytes = self.provider.prepare(request, &key)?;
-        Ok(Prepared { effect: self.declared.name, key, bytes })
-    }
-}
-
-impl<P: Provider> Undo<P> {
-    /// Returns the intent to undo the other effect by this request.
-    ///
-    /// # Errors
-    /// The request cannot be written.
-    pub fn intend<R: ?Sized>(&self, context: &Context, request: &R) -> Result<Compensation, HandlerError>
-    where
-        P: Prepare<R>,
-    {
-        Ok(Compensation(self.0.prepared(context, request)?))
+        Ok(Intent { effect: self.declared.name, key, bytes })
     }
 }
 
 impl<P> Clone for Effect<P> {
     fn clone(&self) -> Self {
         Self { provider: Arc::clone(&self.provider), declared: self.declared.clone() }
-    }
-}
-
-impl<P> Clone for Undo<P> {
-    fn clone(&self) -> Self {
-        Self(self.0.clone())
     }
 }
 
@@ -191,8 +154,8 @@ impl Settlements {
     }
 }
 
-impl std::fmt::Debug for Prepared {
+impl std::fmt::Debug for Intent {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Prepared({}, {}, {} bytes)", self.effect, self.key, self.bytes.len())
+        write!(f, "Intent({}, {}, {} bytes)", self.effect, self.key, self.bytes.len())
     }
 }

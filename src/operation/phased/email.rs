@@ -28,16 +28,12 @@ use lettre::address::Envelope;
 use lettre::message::Mailbox as Address;
 use serde::{Deserialize, Serialize};
 
-pub use super::sending::delivery;
-pub use crate::email::carriage::EmailTransport;
-
-use super::flow::{Flow, FlowError};
-use super::identity::ProviderKey;
+use super::flow::Flow;
 use super::provider::{Call, Prepare, Provider, Sent};
 use super::sending;
-use crate::email::carriage::{address, compose, message_id};
+use crate::email::carriage::{EmailTransport, address, compose, message_id};
 use crate::email::smtp::{Failure, Means};
-use crate::error::HandlerError;
+use crate::error::{HandlerError, Invalid};
 use crate::operation::Endpoint;
 use crate::operation::rules::provider::{Answer, Strategy};
 use crate::operation::rules::{FingerprintWriter, IdempotentCommand, Mode, Route};
@@ -103,7 +99,7 @@ impl Emails {
     ///
     /// # Errors
     /// As [`FlowBuilder::build`](super::FlowBuilder::build).
-    pub fn flow<S: Base>(self) -> Result<Flow<S>, FlowError> {
+    pub fn flow<S: Base>(self) -> Result<Flow<S>, Invalid> {
         sending::flow::<S, SendEmail, _>("email", self, Strategy::Repeatable, "EMAIL_REFUSED")
     }
 
@@ -142,7 +138,7 @@ impl Provider for Emails {
             Ok(parts) => parts,
             Err(error) => return Sent { answer: Answer::NotMade, saw: error.message().as_bytes().to_vec() },
         };
-        match self.transport.carry(&message_id(call.key.as_str()), &envelope, email, SENDING).await {
+        match self.transport.carry(&message_id(call.key), &envelope, email, SENDING).await {
             Ok(()) => Sent { answer: sending::uncompared(Answer::status(200)), saw: Vec::new() },
             Err(Failure { error, means }) => {
                 let answer = match means {
@@ -158,8 +154,8 @@ impl Provider for Emails {
 }
 
 impl Prepare<SendEmail> for Emails {
-    fn prepare(&self, request: &SendEmail, key: &ProviderKey) -> Result<Vec<u8>, HandlerError> {
-        let id = message_id(key.as_str());
+    fn prepare(&self, request: &SendEmail, key: &str) -> Result<Vec<u8>, HandlerError> {
+        let id = message_id(key);
         let email = compose(&self.from, &id, &request.recipient, &request.subject, &request.body);
         let email = email.map_err(HandlerError::terminal)?;
         let to = email.envelope().to().iter().map(ToString::to_string).collect();

@@ -16,11 +16,11 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::driver::{Came, End, Ended};
-use super::flow::{AnyCommand, Flow, FlowError};
+use super::flow::{AnyCommand, Flow};
 use super::opening::{Opened, Opening};
-use super::registry::{DriveSettings, Phased};
+use super::registry::Phased;
 use super::taken::taken;
-use crate::error::StoreError;
+use crate::error::{Invalid, StoreError};
 use crate::observe::Noted;
 use crate::operation::port::phases::{Phases, Taken};
 use crate::operation::rules::flow::Stage;
@@ -50,33 +50,19 @@ impl PhasedEngine {
         engine: &Engine<S>,
         deployment: Uuid,
         flows: impl IntoIterator<Item = (Flow<S>, &'e Registered)>,
-    ) -> Result<Self, FlowError> {
-        Self::driven(engine, deployment, DriveSettings::default(), flows)
-    }
-
-    /// As [`Self::new`], with settings of how operations are driven.
-    ///
-    /// # Errors
-    /// As [`Self::new`].
-    pub fn driven<'e, S: Phases + Base>(
-        engine: &Engine<S>,
-        deployment: Uuid,
-        settings: DriveSettings,
-        flows: impl IntoIterator<Item = (Flow<S>, &'e Registered)>,
-    ) -> Result<Self, FlowError> {
+    ) -> Result<Self, Invalid> {
         let store = Arc::clone(engine.store()) as Arc<dyn Phases>;
         let mut phased = Phased::new(engine.core.clone(), store, deployment);
-        phased.settings = settings;
         for (flow, endpoint) in flows {
             let (flow, operation, mode) = (flow.0, endpoint.operation().as_str(), endpoint.route().mode);
             if flow.name != operation {
                 let flow = flow.name;
-                return Err(FlowError(format!(
+                return Err(Invalid::new(format!(
                     "flow `{flow}` is not of the operation `{operation}`: give them one name"
                 )));
             }
             if mode != Mode::Phased {
-                return Err(FlowError(format!(
+                return Err(Invalid::new(format!(
                     "the operation `{operation}` is of mode {mode}: phases take mode phased"
                 )));
             }
@@ -92,7 +78,9 @@ impl PhasedEngine {
     }
 
     /// Runs an operation for a request, and waits for its outcome for at most `budget`. After that
-    /// it answers 202 or 409 `IDEMPOTENCY_RECOVERY_PENDING`, and the operation continues.
+    /// it answers 202 or 409 `IDEMPOTENCY_RECOVERY_PENDING`, and the operation continues. `permit`
+    /// is that of the command's body in the engine's memory budget (`body_memory_max`), if it has
+    /// one: it is returned when neither this request nor its driver needs the command.
     ///
     /// # Cancel safety
     /// Dropped before the first phase has begun: nothing happened. Dropped later: the operation
@@ -103,40 +91,7 @@ impl PhasedEngine {
         scope: Option<Scope>,
         key: KeyGiven,
         command: C,
-        budget: Duration,
-    ) -> Answered
-    where
-        C: Canonical + Serialize + Send + Sync + 'static,
-    {
-        self.execute(None, endpoint, (scope, key, command), budget).await
-    }
-
-    /// As [`Self::execute_phased`], for a command whose body holds a permit of the engine's memory
-    /// budget (`body_memory_max`). The permit is returned when neither this request nor its driver
-    /// needs the command.
-    ///
-    /// # Cancel safety
-    /// As [`Self::execute_phased`].
-    pub async fn execute_phased_holding<C>(
-        &self,
-        permit: BodyPermit,
-        endpoint: &Registered,
-        scope: Option<Scope>,
-        key: KeyGiven,
-        command: C,
-        budget: Duration,
-    ) -> Answered
-    where
-        C: Canonical + Serialize + Send + Sync + 'static,
-    {
-        self.execute(Some(permit), endpoint, (scope, key, command), budget).await
-    }
-
-    async fn execute<C>(
-        &self,
         permit: Option<BodyPermit>,
-        endpoint: &Registered,
-        (scope, key, command): (Option<Scope>, KeyGiven, C),
         budget: Duration,
     ) -> Answered
     where

@@ -177,7 +177,7 @@ mod tests {
     use crate::time::db_time::DbTime;
 
     fn plain() -> Vault {
-        Vault(Sealer::plain())
+        Vault(Sealer::default())
     }
 
     fn observed(verdict: Verdict, send: u32, by: By) -> StoredEvidence {

@@ -15,11 +15,11 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::context::{Context, LocalPoint, SettledPoint};
-use super::effect::{Declared, Effect, Settlements, Undo};
+use super::effect::{Declared, Effect, Settlements};
 use super::ends::{First, Local, Settled};
 use super::phase::{FirstPhase, LocalPhase, Phase, SettledPhase};
 use super::provider::Provider;
-use crate::error::{HandlerError, StoreError};
+use crate::error::{HandlerError, Invalid, StoreError};
 use crate::operation::port::phases::{FIRST_POINT, PhaseTx};
 use crate::operation::rules::provider::Strategy;
 use crate::store::base::Base;
@@ -49,11 +49,6 @@ pub struct FlowBuilder<S, C> {
     points: Vec<String>,
     of: PhantomData<fn(S, C)>,
 }
-
-/// Why a flow cannot be registered, with its name and what is wrong.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct FlowError(pub(super) String);
 
 impl<S: Base> Flow<S> {
     /// Begins a flow with its first phase. Name and version are stored with every operation. Raise
@@ -118,12 +113,12 @@ impl AnyFlow {
     }
 
     /// Checks that every call fits into the time that a renewed lease leaves.
-    pub(super) fn fits(&self, lease: Duration) -> Result<(), FlowError> {
+    pub(super) fn fits(&self, lease: Duration) -> Result<(), Invalid> {
         // A lease is renewed after a third of it.
         let longest = lease * 2 / 3;
         let fits = |effect: &&Declared| !effect.provider.timeout().is_zero() && effect.provider.timeout() < longest;
         match self.effects.iter().find(|effect| !fits(effect)) {
-            Some(effect) => Err(FlowError(format!(
+            Some(effect) => Err(Invalid::new(format!(
                 "flow `{}`, effect `{}`: its timeout must be longer than zero and shorter than two thirds of the lease ({})",
                 self.name,
                 effect.name,
@@ -145,14 +140,12 @@ impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
 
     /// Adds an effect, and the phase that runs when it is settled.
     #[must_use]
-    pub fn effect<P: Provider>(self, effect: &Effect<P>, then: impl SettledPhase<S, C>) -> Self {
-        self.declare(effect.declared.clone(), Box::new(Typed::<S, _, C>::new(then)))
-    }
-
-    /// Adds an effect that undoes another, and the phase that runs when it is settled.
-    #[must_use]
-    pub fn undo<P: Provider>(self, undo: &Undo<P>, then: impl SettledPhase<S, C>) -> Self {
-        self.declare(undo.0.declared.clone(), Box::new(Typed::<S, _, C>::new(then)))
+    pub fn effect<P: Provider>(mut self, effect: &Effect<P>, then: impl SettledPhase<S, C>) -> Self {
+        let declared = effect.declared.clone();
+        self.points.extend([declared.sent.clone(), declared.settled.clone()]);
+        self.flow.settled.insert(declared.settled.clone(), Box::new(Typed::<S, _, C>::new(then)));
+        self.flow.effects.push(declared);
+        self
     }
 
     /// Adds another phase after an effect is settled, at this point.
@@ -163,18 +156,11 @@ impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
         self
     }
 
-    fn declare(mut self, declared: Declared, then: Box<dyn Erased<Settled>>) -> Self {
-        self.points.extend([declared.sent.clone(), declared.settled.clone()]);
-        self.flow.settled.insert(declared.settled.clone(), then);
-        self.flow.effects.push(declared);
-        self
-    }
-
     /// Checks the flow and returns it.
     ///
     /// # Errors
     /// The flow could not be recovered.
-    pub fn build(self) -> Result<Flow<S>, FlowError> {
+    pub fn build(self) -> Result<Flow<S>, Invalid> {
         let Self { flow, mut points, .. } = self;
         let name = flow.name;
         let mut names: Vec<String> = flow.effects.iter().map(|effect| effect.name.to_owned()).collect();
@@ -183,11 +169,11 @@ impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
             if let Some(pair) = list.windows(2).find(|pair| pair[0] == pair[1]) {
                 let twice = &pair[0];
                 let why = "is registered twice, or is the name of the first point";
-                return Err(FlowError(format!("flow `{name}`: `{twice}` {why}")));
+                return Err(Invalid::new(format!("flow `{name}`: `{twice}` {why}")));
             }
         }
         for effect in &flow.effects {
-            let refused = |why: &str| FlowError(format!("flow `{name}`, effect `{}`{why}", effect.name));
+            let refused = |why: &str| Invalid::new(format!("flow `{name}`, effect `{}`{why}", effect.name));
             if let Strategy::Key(window) | Strategy::KeyAndQuery(window) = effect.strategy {
                 window.validate().map_err(|error| refused(&format!(": {error}")))?;
                 if window.max_in_flight < effect.provider.timeout() {

@@ -6,62 +6,35 @@
 //!
 //! Not here: the operation's own id, which the claim makes.
 
-use std::fmt;
-
 use sha2::{Digest, Sha256};
 use uuid::{Builder, Uuid};
 
 use crate::operation::rules::framed::framed;
 use crate::text::hex::hex;
 
-/// The key of an effect at its provider: `op_` and 40 hexadecimal digits. It never changes (O7).
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct ProviderKey(String);
-
 /// Derives the ids of one operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Identities {
+pub(super) struct Identities {
     deployment: Uuid,
     operation_id: Uuid,
 }
 
-impl ProviderKey {
-    /// The key as it is sent.
-    #[must_use]
-    pub fn as_str(&self) -> &str {
-        &self.0
-    }
-
-    /// A key as it was read from the store.
-    pub(super) fn stored(text: &str) -> Self {
-        Self(text.to_owned())
-    }
-}
-
-impl fmt::Display for ProviderKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
 impl Identities {
-    pub(crate) fn new(deployment: Uuid, operation_id: Uuid) -> Self {
+    pub(super) fn new(deployment: Uuid, operation_id: Uuid) -> Self {
         Self { deployment, operation_id }
     }
 
-    pub(crate) fn operation_id(self) -> Uuid {
+    pub(super) fn operation_id(self) -> Uuid {
         self.operation_id
     }
 
-    /// The key of an effect at its provider.
-    pub(super) fn provider_key(self, effect: &str) -> ProviderKey {
-        ProviderKey(format!("op_{}", hex(&self.digest("provider", effect)[..20])))
+    /// The key of an effect at its provider: `op_` and 40 hexadecimal digits. It never changes
+    /// (O7).
+    pub(super) fn provider_key(self, effect: &str) -> String {
+        format!("op_{}", hex(&self.digest("provider", effect)[..20]))
     }
 
-    /// The id of a row that the operation makes: a UUID v7 with the time of the operation's own id.
-    /// A message needs none: the transaction that enqueues it commits once.
-    #[must_use]
-    pub fn row(self, name: &str) -> Uuid {
+    pub(super) fn row(self, name: &str) -> Uuid {
         let mut time = [0; 8];
         time[2..].copy_from_slice(&self.operation_id.as_bytes()[..6]);
         let mut rest = [0; 10];
@@ -92,8 +65,8 @@ mod tests {
             of(there, one).provider_key("charge"),
         ];
         for (at, key) in keys.iter().enumerate() {
-            assert_eq!(key.as_str().len(), 43);
-            assert!(!keys[..at].contains(key) && !key.as_str().contains(&one.simple().to_string()));
+            assert_eq!(key.len(), 43);
+            assert!(!keys[..at].contains(key) && !key.contains(&one.simple().to_string()));
         }
         assert_eq!(of(here, one).row("payment"), of(here, one).row("payment"));
         assert_ne!(of(here, one).row("payment"), of(here, one).row("refund"));
@@ -110,7 +83,7 @@ mod tests {
         let (deployment, operation) =
             (id("0192d3a4-0000-7000-8000-000000000001"), id("0192d3a4-b5c6-7000-8000-000000000002"));
         let of = Identities::new(deployment, operation);
-        assert_eq!(of.provider_key("charge").as_str(), "op_2f23583217921544267f04360df24f33cfe03d58");
+        assert_eq!(of.provider_key("charge"), "op_2f23583217921544267f04360df24f33cfe03d58");
         assert_eq!(of.row("payment"), id("0192d3a4-b5c6-709d-b045-135c76692f7d"));
     }
 }

@@ -11,7 +11,6 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::identity::ProviderKey;
 use crate::error::HandlerError;
 use crate::operation::rules::provider::{Answer, QueryAnswer};
 
@@ -48,14 +47,14 @@ pub trait Prepare<R: ?Sized>: Provider {
     ///
     /// # Errors
     /// The request cannot be written: the phase ends with this error, and nothing is sent.
-    fn prepare(&self, request: &R, key: &ProviderKey) -> Result<Vec<u8>, HandlerError>;
+    fn prepare(&self, request: &R, key: &str) -> Result<Vec<u8>, HandlerError>;
 }
 
 /// The arguments of a call.
 #[derive(Clone, Copy)]
 pub struct Call<'a> {
     /// The key that the provider sees, the same at every send.
-    pub key: &'a ProviderKey,
+    pub key: &'a str,
     /// The bytes to send, the same at every send.
     pub bytes: &'a [u8],
     /// The version of the adapter that made the bytes.

@@ -13,50 +13,13 @@ use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::flow::{AnyFlow, FlowError};
+use super::flow::AnyFlow;
 use super::vault::Vault;
-use crate::error::StoreError;
+use crate::error::{Invalid, StoreError};
 use crate::observe::{Noted, noted};
 use crate::operation::port::phases::Phases;
 use crate::operation::rules::{Identity, Route};
-use crate::operation::{Core, Registered};
-
-/// Settings of the drivers of operations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct DriveSettings {
-    /// After how many attempts in vain an operation is parked (O9). Default 100: more than an hour.
-    pub attempts_max: u32,
-    /// After how many calls that prove nothing a drive releases its operation. Default 3.
-    pub calls_per_drive: u32,
-    /// The longest pause of a provider for which a driver keeps its operation. Default 2.5 s.
-    pub wait_max: Duration,
-    /// The pause after the first attempt in vain; it doubles each time. Default 1 s.
-    pub backoff_first: Duration,
-    /// The longest pause until an operation is due again. Default 1 min.
-    pub backoff_max: Duration,
-    /// How long to retry storing proof that the database refuses, before the operation is parked
-    /// with that proof as the reason. A database that is away does not count: the driver waits for
-    /// it until a stop. Default 20 s.
-    pub refused_max: Duration,
-    /// How long a stopped driver tries to store each thing that it still has to say (what a
-    /// provider said, where it leaves the operation), while the database is away. What is not
-    /// stored then is lost: the send counts as one that may have arrived. Default 10 s.
-    pub shutdown_grace: Duration,
-}
-
-impl Default for DriveSettings {
-    fn default() -> Self {
-        Self {
-            attempts_max: 100,
-            calls_per_drive: 3,
-            wait_max: Duration::from_millis(2_500),
-            backoff_first: Duration::from_secs(1),
-            backoff_max: Duration::from_secs(60),
-            refused_max: Duration::from_secs(20),
-            shutdown_grace: Duration::from_secs(10),
-        }
-    }
-}
+use crate::operation::{Core, DriveSettings, Registered};
 
 #[derive(Debug)]
 pub(super) struct Member {
@@ -88,15 +51,15 @@ impl Member {
 
 impl Phased {
     pub(super) fn new(engine: Core, store: Arc<dyn Phases>, deployment: Uuid) -> Self {
-        let (vault, settings) = (Vault(engine.inner.sealer.clone()), DriveSettings::default());
+        let (vault, settings) = (Vault(engine.inner.sealer.clone()), engine.inner.driving);
         Self { engine, store, vault, settings, deployment, wake: Notify::new(), members: BTreeMap::new() }
     }
 
-    pub(super) fn register(&mut self, flow: AnyFlow, endpoint: Registered) -> Result<(), FlowError> {
+    pub(super) fn register(&mut self, flow: AnyFlow, endpoint: Registered) -> Result<(), Invalid> {
         flow.fits(endpoint.route().lease)?;
         let at = (flow.name, flow.version);
         if self.members.contains_key(&at) {
-            return Err(FlowError(format!("flow `{}` is registered twice with version {}", at.0, at.1)));
+            return Err(Invalid::new(format!("flow `{}` is registered twice with version {}", at.0, at.1)));
         }
         self.members.insert(at, Arc::new(Member { flow, endpoint }));
         Ok(())

@@ -1,24 +1,20 @@
 //! An operation with one effect that is sent to others: its intent is committed, the effect is
 //! sent, and its result is the answer.
 
-use std::collections::BTreeSet;
-
 use async_trait::async_trait;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::effect::{Effect, Settlement, Settlements};
 use super::ends::{First, Settled};
-use super::flow::{Flow, FlowError};
+use super::flow::Flow;
 use super::phase::{FirstPhase, Phase, SettledPhase};
 use super::provider::Prepare;
-use crate::error::HandlerError;
+use crate::error::{HandlerError, Invalid};
 use crate::operation::Reply;
-use crate::operation::port::phases::StoredOperation;
 use crate::operation::rules::IdempotentCommand;
 use crate::operation::rules::delivery::Delivery;
-use crate::operation::rules::flow::Stage;
-use crate::operation::rules::provider::{self, Answer, Matches, Strategy};
+use crate::operation::rules::provider::{Answer, Matches, Strategy};
 use crate::store::base::Base;
 
 /// The flow with this one effect; `refused` is the code of the answer to a refused effect.
@@ -27,7 +23,7 @@ pub(super) fn flow<S, C, P>(
     provider: P,
     strategy: Strategy,
     refused: &'static str,
-) -> Result<Flow<S>, FlowError>
+) -> Result<Flow<S>, Invalid>
 where
     S: Base,
     C: IdempotentCommand + Serialize + DeserializeOwned + Send + Sync + 'static,
@@ -101,19 +97,4 @@ pub(super) fn opened<T: DeserializeOwned>(bytes: &[u8]) -> Result<(T, &[u8]), Ha
     let end = bytes.iter().position(|&byte| byte == b'\n');
     let end = end.ok_or_else(|| HandlerError::terminal("the stored bytes have no first line"))?;
     Ok((serde_json::from_slice(&bytes[..end])?, &bytes[end + 1..]))
-}
-
-/// The delivery state of the first effect of such an operation; `None` before its intent.
-#[must_use]
-pub fn delivery(stored: &StoredOperation) -> Option<Delivery> {
-    let intent = stored.intents.first()?;
-    let of_it = stored.evidence.iter().filter(|row| row.evidence.effect == intent.intent.effect);
-    // A row that was written twice counts once.
-    let not_sent: BTreeSet<u32> =
-        of_it.filter(|row| row.evidence.verdict == "not-sent").map(|row| row.evidence.send).collect();
-    let not_sent = u32::try_from(not_sent.len()).unwrap_or(u32::MAX);
-    // An operator who ends the operation leaves its effect without an outcome of its own.
-    let settled = intent.settled().or((stored.stage == Stage::Succeeded).then_some(provider::Settled::Succeeded));
-    let given_up = stored.parked.is_some() || stored.stage == Stage::Failed;
-    Some(Delivery::of(settled, given_up, intent.sends.saturating_sub(not_sent)))
 }

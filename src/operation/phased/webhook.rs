@@ -32,16 +32,14 @@ use reqwest::header::HeaderValue;
 use reqwest::{Method, Url};
 use serde::{Deserialize, Serialize};
 
-pub use self::sign::{BadSecret, WebhookSecret};
-pub use super::sending::delivery;
+pub use self::sign::WebhookSecret;
 
 use self::address::{Addresses, Barred, Public};
-use super::flow::{Flow, FlowError};
+use super::flow::Flow;
 use super::http::{CallOutcome, HttpCaller};
-use super::identity::ProviderKey;
 use super::provider::{Call, Prepare, Provider, Sent};
 use super::sending;
-use crate::error::HandlerError;
+use crate::error::{HandlerError, Invalid};
 use crate::operation::Endpoint;
 use crate::operation::rules::provider::{Answer, KeyWindow, Strategy};
 use crate::operation::rules::{FingerprintWriter, IdempotentCommand, Mode, Route};
@@ -168,7 +166,7 @@ impl Webhooks {
     ///
     /// # Errors
     /// Nothing can be sent again in that window.
-    pub fn flow<S: Base>(self, window: KeyWindow) -> Result<Flow<S>, FlowError> {
+    pub fn flow<S: Base>(self, window: KeyWindow) -> Result<Flow<S>, Invalid> {
         sending::flow::<S, SendWebhook, _>("webhook", self, Strategy::Key(window), "WEBHOOK_REFUSED")
     }
 
@@ -273,7 +271,7 @@ impl Provider for Webhooks {
             return not_sent(why);
         }
         let mut place = Place { webhooks: self, origin: &origin, well: None };
-        let id = call.key.as_str();
+        let id = call.key;
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let timestamp = since.as_secs().to_string();
         let signature = sign::signatures(&secrets, id, &timestamp, body);
@@ -302,7 +300,7 @@ impl Provider for Webhooks {
 }
 
 impl Prepare<SendWebhook> for Webhooks {
-    fn prepare(&self, request: &SendWebhook, _key: &ProviderKey) -> Result<Vec<u8>, HandlerError> {
+    fn prepare(&self, request: &SendWebhook, _key: &str) -> Result<Vec<u8>, HandlerError> {
         let url = Url::parse(&request.url).map_err(HandlerError::terminal)?;
         self.addresses.permits(&url).map_err(HandlerError::terminal)?;
         HeaderValue::from_str(&request.content_type).map_err(|_| {

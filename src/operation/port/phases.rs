@@ -30,6 +30,7 @@
 //! ([`flow`](crate::operation::rules::flow)), and encryption of the bytes.
 
 use std::any::Any;
+use std::collections::BTreeSet;
 use std::fmt::Debug;
 use std::time::Duration;
 
@@ -40,6 +41,7 @@ use crate::error::StoreError;
 use crate::inbox::port::{Proof, of_type};
 use crate::operation::port::evidence::{NewEvidence, Sealed, StoredEvidence};
 use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Operations, RunOutcome};
+use crate::operation::rules::delivery::Delivery;
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, provider};
@@ -115,6 +117,24 @@ pub struct StoredOperation {
     pub intents: Vec<StoredIntent>,
     /// What was observed, oldest first.
     pub evidence: Vec<StoredEvidence>,
+}
+
+impl StoredOperation {
+    /// How the first effect stands, of an operation that sends a webhook or an e-mail; `None`
+    /// before its intent.
+    #[must_use]
+    pub fn delivery(&self) -> Option<Delivery> {
+        let intent = self.intents.first()?;
+        let of_it = self.evidence.iter().filter(|row| row.evidence.effect == intent.intent.effect);
+        // A row that was written twice counts once.
+        let not_sent: BTreeSet<u32> =
+            of_it.filter(|row| row.evidence.verdict == "not-sent").map(|row| row.evidence.send).collect();
+        let not_sent = u32::try_from(not_sent.len()).unwrap_or(u32::MAX);
+        // An operator who ends the operation leaves its effect without an outcome of its own.
+        let settled = intent.settled().or((self.stage == Stage::Succeeded).then_some(provider::Settled::Succeeded));
+        let given_up = self.parked.is_some() || self.stage == Stage::Failed;
+        Some(Delivery::of(settled, given_up, intent.sends.saturating_sub(not_sent)))
+    }
 }
 
 /// An effect that is committed before its first send (O5).

@@ -10,7 +10,7 @@
 //!   form and does not compile:
 //!
 //! ```compile_fail
-//! oncebox::operation::FingerprintWriter::new().field("amount", &10.5_f64);
+//! oncebox::operation::FingerprintWriter::default().field("amount", &10.5_f64);
 //! ```
 //!
 //! * The order in which fields are written does not matter, nor does the order of a map.
@@ -51,12 +51,6 @@ pub trait FingerprintValue {
 pub(crate) struct Bytes<'a>(pub &'a [u8]);
 
 impl FingerprintWriter {
-    /// A writer without fields.
-    #[must_use]
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Adds a field. Its name belongs to the contract: renaming it changes every fingerprint.
     pub fn field(&mut self, name: &str, value: &(impl FingerprintValue + ?Sized)) -> &mut Self {
         self.fields.push((name.as_bytes().to_vec(), encoded(value)));
@@ -94,7 +88,7 @@ impl ValueWriter<'_> {
 
     /// A record inside the command.
     pub fn record(self, fields: impl FnOnce(&mut FingerprintWriter)) {
-        let mut writer = FingerprintWriter::new();
+        let mut writer = FingerprintWriter::default();
         fields(&mut writer);
         self.put(b'r', &writer.finish());
     }
@@ -272,7 +266,7 @@ mod tests {
             let mut turned: Vec<_> = fields.iter().collect();
             turned.rotate_left(turn % fields.len());
             let write = |fields: &mut dyn Iterator<Item = (&String, &Any)>| {
-                let mut writer = FingerprintWriter::new();
+                let mut writer = FingerprintWriter::default();
                 for (name, value) in fields {
                     writer.field(name, value);
                 }
@@ -306,7 +300,7 @@ mod tests {
     #[test]
     fn m24_a_name_and_a_value_cannot_trade_bytes() {
         let write = |name: &str, value: &str| {
-            let mut writer = FingerprintWriter::new();
+            let mut writer = FingerprintWriter::default();
             writer.field(name, value);
             writer.finish()
         };

@@ -123,7 +123,7 @@ fn facts(route: &Route, asked: Result<&Request<'_>, NoKey>, found: KeyFound<'_>)
             compare(&mut facts, &record.principal, &record.fingerprint);
             facts.state = record.state_at(now);
             facts.mode = record.mode;
-            facts.owned = record.is_owned(now);
+            facts.owned = !record.lease_left(now).is_zero();
             facts.parked = record.parked;
             facts.body = match &record.answer {
                 Some(StoredAnswer { body: StoredBody::Kept, .. }) => Body::Kept,

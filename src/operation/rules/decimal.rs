@@ -22,8 +22,7 @@ const TOO_LONG: &str = "more than 38 digits";
 
 impl Decimal {
     /// `unscaled` divided by ten to the power of `scale`: 1250 and 2 are 12.5.
-    #[must_use]
-    pub fn new(mut unscaled: i128, mut scale: u32) -> Self {
+    pub(crate) fn new(mut unscaled: i128, mut scale: u32) -> Self {
         if unscaled == 0 {
             scale = 0;
         }

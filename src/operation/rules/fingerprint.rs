@@ -41,7 +41,7 @@ pub trait IdempotentCommand {
     fn fingerprint(&self, version: u32, writer: &mut FingerprintWriter);
 }
 
-/// What a [`Fingerprinter`] takes: any [`IdempotentCommand`], or the raw request of the generic
+/// What a fingerprint is made of: any [`IdempotentCommand`], or the raw request of the generic
 /// layer.
 pub trait Canonical {
     /// Writes the fields as they belong to that version.
@@ -76,7 +76,7 @@ pub(crate) enum Comparison {
 
 /// The fingerprints of one operation: which versions are read, and which one is written.
 #[derive(Debug, Clone)]
-pub struct Fingerprinter {
+pub(crate) struct Fingerprinter {
     operation: OperationName,
     readable: RangeInclusive<u32>,
     write_version: u32,
@@ -84,13 +84,10 @@ pub struct Fingerprinter {
 }
 
 impl Fingerprinter {
-    /// For an operation whose command can be written in these versions. The default of
-    /// `write_version` is the oldest one, which every process that runs beside this one can read
-    /// (O21).
-    ///
-    /// # Errors
-    /// `write_version` is not one of these versions.
-    pub fn new(
+    /// For an operation whose command can be written in these versions, of which `write_version`
+    /// must be one. Its default is the oldest one, which every process that runs beside this one
+    /// can read (O21).
+    pub(crate) fn new(
         operation: OperationName,
         readable: RangeInclusive<u32>,
         write_version: Option<u32>,
@@ -107,8 +104,7 @@ impl Fingerprinter {
     }
 
     /// The fingerprint for a new record of this command.
-    #[must_use]
-    pub fn write(&self, command: &(impl Canonical + ?Sized)) -> Fingerprint {
+    pub(crate) fn write(&self, command: &(impl Canonical + ?Sized)) -> Fingerprint {
         let (kid, hash) = self.keyring.write(&self.message(self.write_version, command));
         Fingerprint { version: self.write_version, kid, hash }
     }
@@ -149,7 +145,7 @@ impl Fingerprinter {
     }
 
     fn message(&self, version: u32, command: &(impl Canonical + ?Sized)) -> Vec<u8> {
-        let mut writer = FingerprintWriter::new();
+        let mut writer = FingerprintWriter::default();
         command.write_canonical(version, &mut writer);
         let (domain, operation) = (b"oncebox fingerprint".as_slice(), self.operation.as_str().as_bytes());
         framed([domain, operation, &version.to_be_bytes(), &writer.finish()])
@@ -216,7 +212,7 @@ mod tests {
     }
 
     fn plain(write: u32) -> Fingerprinter {
-        fingerprinter(1..=2, Some(write), Keyring::plain())
+        fingerprinter(1..=2, Some(write), Keyring::default())
     }
 
     fn ring(write: &str) -> Keyring {
@@ -262,7 +258,8 @@ mod tests {
         assert!(version(&fingerprinter(1..=2, None, ring("k1"))).starts_with("1:k1:"));
         for asked in [0, 3] {
             let operation = Payment::OPERATION.parse().expect("a name");
-            let error = Fingerprinter::new(operation, 1..=2, Some(asked), Keyring::plain()).expect_err("not writable");
+            let error =
+                Fingerprinter::new(operation, 1..=2, Some(asked), Keyring::default()).expect_err("not writable");
             let expected = format!("`write_version` of create_payment is {asked}: this program writes versions 1 to 2");
             assert_eq!(error.to_string(), expected);
         }
@@ -270,7 +267,7 @@ mod tests {
 
     #[test]
     fn m13_the_same_command_of_another_operation_has_another_fingerprint() {
-        let other = Fingerprinter::new("refund".parse().expect("a name"), 1..=2, Some(1), Keyring::plain());
+        let other = Fingerprinter::new("refund".parse().expect("a name"), 1..=2, Some(1), Keyring::default());
         assert_ne!(other.expect("settings").write(&PAYMENT), plain(1).write(&PAYMENT));
     }
 }

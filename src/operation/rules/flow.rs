@@ -18,7 +18,7 @@
 //! Not here: how a phase may end, which the types of its author say (the phased engine), and the
 //! fenced UPDATE from point to point (`store`).
 
-use super::record::State;
+use super::record::{State, names};
 
 /// The stage of a phased operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -40,8 +40,7 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// Every stage, in the order of declaration.
-    pub const ALL: [Self; 7] =
+    pub(crate) const ALL: [Self; 7] =
         [Self::Received, Self::Local, Self::Outstanding, Self::Settled, Self::Succeeded, Self::Failed, Self::Unknown];
 
     /// The stage as it is stored.
@@ -86,6 +85,10 @@ impl Stage {
     pub(crate) fn has_intents(self) -> bool {
         !matches!(self, Self::Received | Self::Local)
     }
+}
+
+names! {
+    Stage, "stage of an operation", Stage::ALL;
 }
 
 #[cfg(test)]

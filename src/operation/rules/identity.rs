@@ -95,8 +95,7 @@ impl Scope {
     }
 
     /// The principal in its stored form, hashed under the key id with which the ring writes.
-    #[must_use]
-    pub fn mark(&self, keyring: &Keyring) -> PrincipalMark {
+    pub(crate) fn mark(&self, keyring: &Keyring) -> PrincipalMark {
         let (kid, hash) = keyring.write(&self.principal_message());
         PrincipalMark { kid, hash }
     }

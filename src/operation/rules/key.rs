@@ -44,11 +44,9 @@ pub struct Key(String);
 
 impl Key {
     /// Reads the key from the lines of the `Idempotency-Key` header (or of gRPC metadata). Returns
-    /// `None` if there is no line.
-    ///
-    /// # Errors
-    /// The key is not valid. The answer to the client is `IDEMPOTENCY_KEY_INVALID`.
-    pub fn from_header(lines: &[&[u8]], format: KeyFormat) -> Result<Option<Self>, Invalid> {
+    /// `None` if there is no line. To a key that is not valid the client is answered
+    /// `IDEMPOTENCY_KEY_INVALID`.
+    pub(crate) fn from_header(lines: &[&[u8]], format: KeyFormat) -> Result<Option<Self>, Invalid> {
         match lines {
             [] => Ok(None),
             [line] => Self::parse(unquoted(trimmed(line))?, format).map(Some),

@@ -26,7 +26,7 @@ const SECRET_BYTES_MIN: usize = 32;
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Kid(String);
 
-/// The secrets for reading, and the one for writing.
+/// The secrets for reading, and the one for writing. The default has none: plain SHA-256.
 #[derive(Clone)]
 pub struct Keyring {
     write: Kid,
@@ -37,14 +37,11 @@ pub struct Keyring {
 
 impl Kid {
     /// The id of hashes without a secret.
-    #[must_use]
-    pub fn plain() -> Self {
+    fn plain() -> Self {
         Self("sha256".to_owned())
     }
 
-    /// The id as text, 1 to 32 ASCII characters.
-    #[must_use]
-    pub fn as_str(&self) -> &str {
+    pub(crate) fn as_str(&self) -> &str {
         &self.0
     }
 }
@@ -67,20 +64,20 @@ impl fmt::Display for Kid {
     }
 }
 
-impl Keyring {
-    /// A ring without secrets: plain SHA-256.
-    #[must_use]
-    pub fn plain() -> Self {
+impl Default for Keyring {
+    fn default() -> Self {
         Self { write: Kid::plain(), writer: None, secrets: BTreeMap::new() }
     }
+}
 
-    /// A ring of secrets that writes with one of them. `write` may be [`Kid::plain`] while other
-    /// processes do not have the secrets yet (O21).
+impl Keyring {
+    /// A ring of secrets that writes with one of them. `write` may be `sha256`, which means without
+    /// a secret, while other processes do not have the secrets yet (O21).
     ///
     /// # Errors
     /// An id or a secret cannot be used.
     pub fn new<'a>(write: Kid, secrets: impl IntoIterator<Item = (Kid, &'a [u8])>) -> Result<Self, Invalid> {
-        let mut ring = Self::plain();
+        let mut ring = Self::default();
         for (kid, secret) in secrets {
             if kid == Kid::plain() {
                 let why = "the key id `sha256` stands for hashes without a secret: choose another name";

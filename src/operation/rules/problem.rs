@@ -182,8 +182,7 @@ impl Code {
 
     /// The HTTP status. A route may choose another one for [`Code::KeyReused`], and 202 for
     /// [`Code::RecoveryPending`].
-    #[must_use]
-    pub fn status(self) -> u16 {
+    pub(crate) fn status(self) -> u16 {
         self.row().status
     }
 
@@ -203,8 +202,7 @@ impl Code {
     }
 
     /// The minimum wait in seconds; `None` if waiting does not help.
-    #[must_use]
-    pub fn pause(self) -> Option<u32> {
+    pub(crate) fn pause(self) -> Option<u32> {
         self.row().pause
     }
 }

@@ -32,7 +32,7 @@ pub(crate) fn is_json(essence: &str) -> bool {
 
 /// The parts of a request that its fingerprint covers.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RawCommand {
+pub(crate) struct RawCommand {
     path: Vec<(String, String)>,
     query: Vec<(String, String)>,
     content_type: String,
@@ -50,19 +50,15 @@ enum RawBody {
 impl RawCommand {
     /// A command of what the path says, in parts with names, and of the decoded query. The order of
     /// query names does not matter; the order of the values of one name does.
-    #[must_use]
-    pub fn new(path: Vec<(String, String)>, mut query: Vec<(String, String)>) -> Self {
+    pub(crate) fn new(path: Vec<(String, String)>, mut query: Vec<(String, String)>) -> Self {
         query.sort_by(|a, b| a.0.cmp(&b.0));
         let (content_type, headers, body) = (String::new(), Vec::new(), RawBody::Bytes(Vec::new()));
         Self { path, query, content_type, headers, body }
     }
 
     /// Sets the body and its `Content-Type`. JSON (`application/json` and `+json`) is parsed,
-    /// unless it is empty.
-    ///
-    /// # Errors
-    /// The body is JSON that two parsers may read differently.
-    pub fn body(mut self, content_type: &str, body: &[u8]) -> Result<Self, Invalid> {
+    /// unless it is empty, and refused where two parsers may read it differently.
+    pub(crate) fn body(mut self, content_type: &str, body: &[u8]) -> Result<Self, Invalid> {
         self.content_type = essence(content_type);
         self.body = if is_json(&self.content_type) && !body.is_empty() {
             RawBody::Json(canonical_json(body).map_err(|why| Invalid::new(why.to_string()))?)
@@ -73,8 +69,7 @@ impl RawCommand {
     }
 
     /// Adds a line of a header that the route lists, which counts from this fingerprint version on.
-    #[must_use]
-    pub fn header(mut self, since: u32, name: &str, value: &[u8]) -> Self {
+    pub(crate) fn header(mut self, since: u32, name: &str, value: &[u8]) -> Self {
         self.headers.push((since, (name.to_ascii_lowercase(), value.to_vec())));
         self.headers.sort_by(|a, b| a.1.0.cmp(&b.1.0));
         self
@@ -127,7 +122,7 @@ mod tests {
 
     fn same(a: &RawCommand, b: &RawCommand) -> bool {
         let operation = "notes".parse().expect("a name");
-        let fingerprinter = Fingerprinter::new(operation, 1..=1, None, Keyring::plain()).expect("settings");
+        let fingerprinter = Fingerprinter::new(operation, 1..=1, None, Keyring::default()).expect("settings");
         fingerprinter.compare(&fingerprinter.write(a), b) == Comparison::Equal
     }
 

@@ -170,15 +170,13 @@ impl State {
     }
 
     /// Whether the outcome is known. Only such a state expires, and only such a record is purged.
-    #[must_use]
-    pub fn is_terminal(self) -> bool {
+    pub(crate) fn is_terminal(self) -> bool {
         matches!(self, Self::Completed | Self::FailedReplayable | Self::FailedRetryable | Self::Expired)
     }
 }
 
 impl Mode {
-    /// Every mode, in the order of declaration.
-    pub const ALL: [Self; 4] = [Self::Transactional, Self::Bridged, Self::Edge, Self::Phased];
+    pub(crate) const ALL: [Self; 4] = [Self::Transactional, Self::Bridged, Self::Edge, Self::Phased];
 
     /// The name, as it is stored and as the label `mode` of metrics has it.
     #[must_use]
@@ -215,16 +213,10 @@ impl Record {
         if over { State::Expired } else { self.state }
     }
 
-    /// The time until the owner's lease ends; zero if it is over or there is none.
+    /// The time until the owner's lease ends; zero if the record has no owner now.
     #[must_use]
     pub fn lease_left(&self, now: DbTime) -> Duration {
         self.lease.map_or(Duration::ZERO, |lease| lease.remaining(now))
-    }
-
-    /// Whether the record has an owner now.
-    #[must_use]
-    pub fn is_owned(&self, now: DbTime) -> bool {
-        self.lease.is_some_and(|lease| !lease.is_expired(now))
     }
 }
 
@@ -345,9 +337,13 @@ pub(super) mod tests {
     #[test]
     fn r22_a_lease_written_before_the_clock_went_back_is_over() {
         let record = any_record(State::InProgress);
-        assert!(record.is_owned(at(29)) && !record.is_owned(at(30)) && !record.is_owned(at(-1)));
+        assert!(
+            !record.lease_left(at(29)).is_zero()
+                && record.lease_left(at(30)).is_zero()
+                && record.lease_left(at(-1)).is_zero()
+        );
         assert_eq!(record.lease_left(at(10)), Duration::from_secs(20));
         assert_eq!(record.lease_left(at(-1)), Duration::ZERO);
-        assert!(!Record { lease: None, ..record }.is_owned(at(1)));
+        assert!(Record { lease: None, ..record }.lease_left(at(1)).is_zero());
     }
 }

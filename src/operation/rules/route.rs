@@ -152,6 +152,22 @@ pub struct Route {
     /// The path at which clients read an operation; its id is appended: `/operations/`. Default
     /// none.
     pub operation_path: Option<String>,
+    /// The version with which new fingerprints are written. Raise it when every process reads that
+    /// version (O21). Default: the oldest version that is read, so that processes of the previous
+    /// deploy can still answer.
+    pub write_version: Option<u32>,
+    /// Request headers that are a part of the command in the generic layer (M22), each with the
+    /// version of the layer's fingerprint from which it counts; the first version is 1. Older
+    /// stored fingerprints are compared without the header (M24). `Prefer` and `If-Match` always
+    /// count. Default: no other.
+    pub counts_headers: Vec<(String, u32)>,
+    /// Headers of answers that are kept beside those that always are. Default none.
+    pub keeps_headers: Vec<String>,
+    /// JSON pointers. The values that they name are replaced by `"[redacted]"` before an answer is
+    /// kept (M67). Default none.
+    pub redacts: Vec<String>,
+    /// The version of the schema that answers are written in today (M66). Default 1.
+    pub schema_version: u32,
 }
 
 impl MismatchStatus {
@@ -192,6 +208,11 @@ impl Route {
             takes_multipart: false,
             kept_body_max: 256 << 10,
             operation_path: None,
+            write_version: None,
+            counts_headers: Vec::new(),
+            keeps_headers: Vec::new(),
+            redacts: Vec::new(),
+            schema_version: 1,
         }
     }
 
@@ -236,6 +257,9 @@ impl Route {
         ];
         if let Some((_, why)) = checks.into_iter().find(|(applies, _)| *applies) {
             return Err(Invalid::new(why));
+        }
+        if let Some(pointer) = self.redacts.iter().find(|pointer| !pointer.starts_with('/')) {
+            return Err(Invalid::new(format!("`{pointer}` is no JSON pointer: it begins with `/`")));
         }
         self.retention.validate()?;
         // The checks above keep every other time shorter than one of these.

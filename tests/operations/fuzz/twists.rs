@@ -62,7 +62,7 @@ pub(crate) const TWISTS: &[(&str, Twist)] = &[
     ("random bytes as a key", |request, operation, sampler| {
         let mut key = sampler.bytes(300);
         key.retain(|byte| !b"\r\n".contains(byte));
-        let is_key = Key::from_header(&[&key], KeyFormat::Opaque).is_ok();
+        let is_key = Key::parse(key.trim_ascii(), KeyFormat::Opaque).is_ok();
         let is_header = key.iter().all(|&byte| byte == b'\t' || (byte >= 0x20 && byte != 0x7f));
         rekey(request, operation, key)?;
         match (is_header, is_key) {

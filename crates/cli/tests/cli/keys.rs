@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use oncebox::operation::{Identity, Key, KeyFormat, Keyring, Mode, Resource, Retention, Scope, Stage};
+use oncebox::operation::{Identity, Key, KeyFormat, Mode, Resource, Retention, Scope, Stage};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
     Answer, AnswerBody, Base, Basis, Begun, Driven, FIRST_POINT, KeptBody, KeyClaim, Keys, NewEvidence, NewIntent,
@@ -30,7 +30,7 @@ fn claim(mode: Mode, key: &str) -> KeyClaim {
     let key = Key::parse(format!("{key}-0123456789abcdef").as_bytes(), KeyFormat::Opaque).unwrap();
     KeyClaim {
         identity: Identity::new(&scope, "create_note".parse().unwrap(), key),
-        principal: scope.mark(&Keyring::plain()),
+        principal: format!("sha256:{}", "0b".repeat(32)).parse().unwrap(),
         fingerprint: format!("1:sha256:{}", "07".repeat(32)).parse().unwrap(),
         mode,
         operation_id: uuid::Uuid::now_v7(),

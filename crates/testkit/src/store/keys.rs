@@ -9,8 +9,7 @@ use super::KeysFixture;
 use super::trial::eventually;
 use oncebox::error::StoreError;
 use oncebox::operation::{
-    Durability, Identity, Key, KeyFormat, Keyring, Mode, Record, Resource, Retention, Scope, State, StoredBody,
-    Tombstone,
+    Durability, Identity, Key, KeyFormat, Mode, Record, Resource, Retention, Scope, State, StoredBody, Tombstone,
 };
 use oncebox::store::{Answer, AnswerBody, Basis, Fenced, KeptBody, KeyClaim, Keys, Owned, RunOutcome};
 
@@ -34,14 +33,13 @@ pub(super) fn identity(tenant: &str, key: &str) -> Identity {
 
 /// A claim on a key of the tenant `t1`; `command` stands for what is asked.
 pub(super) fn claim(mode: Mode, key: &str, command: u8) -> KeyClaim {
-    let mark = Scope::new("t1", "user-7").unwrap().mark(&Keyring::plain());
     KeyClaim {
         identity: identity("t1", &format!("{key}-0123456789abcdef")),
-        principal: mark,
+        principal: format!("sha256:{}", "0b".repeat(32)).parse().unwrap(),
         fingerprint: format!("1:sha256:{}", format!("{command:02x}").repeat(32)).parse().unwrap(),
         mode,
         operation_id: Uuid::now_v7(),
-        owner: KeyClaim::new_owner(),
+        owner: Uuid::now_v7(),
         lease: LONG,
     }
 }
@@ -88,7 +86,7 @@ pub(super) fn outcome(state: State) -> RunOutcome {
 
 /// The same request again, by another process and under an operation id of its own.
 pub(super) fn again(claim: &KeyClaim) -> KeyClaim {
-    KeyClaim { operation_id: Uuid::now_v7(), owner: KeyClaim::new_owner(), ..claim.clone() }
+    KeyClaim { operation_id: Uuid::now_v7(), owner: Uuid::now_v7(), ..claim.clone() }
 }
 
 /// A claim on the same key of another operation.
@@ -142,7 +140,7 @@ pub(super) async fn over<F: KeysFixture>(trial: &F, claim: &KeyClaim) -> Record 
         let look = trial.store().find(&claim.identity).await.unwrap();
         let record = look.record.unwrap();
         let is_over = match record.state {
-            State::InProgress => !record.is_owned(look.now),
+            State::InProgress => record.lease_left(look.now).is_zero(),
             _ => record.state_at(look.now) == State::Expired,
         };
         is_over.then_some(record)
@@ -187,7 +185,7 @@ pub async fn m42_what_refuses_a_claim_stands_whole<F: KeysFixture>(trial: &F) {
     assert_eq!((&seen.fingerprint, seen.mode, seen.state), (&first.fingerprint, Mode::Edge, State::InProgress));
     assert_eq!((seen.epoch, seen.generation, seen.attempts), (owner.epoch, 1, 1));
     assert_eq!((seen.operation_id, owner.operation_id), (first.operation_id, first.operation_id));
-    assert!(seen.is_owned(look.now) && seen.lease_left(look.now) <= LONG && !seen.parked);
+    assert!(!seen.lease_left(look.now).is_zero() && seen.lease_left(look.now) <= LONG && !seen.parked);
     assert_eq!((seen.outcome_at, seen.expires_at, seen.answer, look.purged_below), (None, None, None, None));
 }
 
@@ -296,7 +294,7 @@ pub async fn o2_an_owner_that_was_taken_over_changes_nothing<F: KeysFixture>(tri
     let claim = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
     let old = take(trial, &claim).await;
     let stale = over(trial, &claim).await;
-    let next = KeyClaim { lease: LONG, owner: KeyClaim::new_owner(), ..claim.clone() };
+    let next = KeyClaim { lease: LONG, owner: Uuid::now_v7(), ..claim.clone() };
     let new = trial.store().claim(&next, Basis::TakeOver(&stale)).await.unwrap().unwrap();
     let before = record(trial, &claim).await;
     // Forged owners: one has the new epoch, the other the new token.
@@ -339,7 +337,7 @@ pub async fn o11_a_claim_whose_answer_was_lost_can_be_taken_back<F: KeysFixture>
     // Nothing to release yet.
     assert_eq!(trial.store().take_back(&lost, Basis::New).await.unwrap(), Fenced::LostOwnership);
     take(trial, &lost).await;
-    let again = KeyClaim { owner: KeyClaim::new_owner(), ..lost.clone() };
+    let again = KeyClaim { owner: Uuid::now_v7(), ..lost.clone() };
     assert_eq!(trial.store().take_back(&again, Basis::New).await.unwrap(), Fenced::LostOwnership);
     let seen = over(trial, &lost).await;
     let taken = trial.store().claim(&again, Basis::TakeOver(&seen)).await.unwrap();
@@ -357,7 +355,7 @@ pub async fn o11_a_repeat_that_is_taken_back_is_unknown_again<F: KeysFixture>(tr
     let first = KeyClaim { lease: SHORT, ..claim(Mode::Edge, "k", 1) };
     take(trial, &first).await;
     let seen = over(trial, &first).await;
-    let again = KeyClaim { lease: LONG, owner: KeyClaim::new_owner(), ..first.clone() };
+    let again = KeyClaim { lease: LONG, owner: Uuid::now_v7(), ..first.clone() };
     let repeats = Basis::TakeOver(&seen);
     assert_eq!(trial.store().take_back(&again, repeats).await.unwrap(), Fenced::LostOwnership, "it has not arrived");
     trial.store().claim(&again, repeats).await.unwrap().unwrap();
@@ -396,7 +394,7 @@ pub async fn o11_a_stale_edge_claim_becomes_unknown_once<F: KeysFixture>(trial: 
     assert_eq!((unknown.state, unknown.lease), (State::UnknownRequiresRecovery, None));
     assert!(unknown.epoch > seen.epoch);
     // Who finds out how it ended executes nothing, so that is no attempt.
-    let asks = KeyClaim { lease: LONG, owner: KeyClaim::new_owner(), ..stale.clone() };
+    let asks = KeyClaim { lease: LONG, owner: Uuid::now_v7(), ..stale.clone() };
     let asker = trial.store().claim(&asks, Basis::Reconcile(&unknown)).await.unwrap().unwrap();
     assert_eq!((asker.attempts, asker.operation_id), (1, stale.operation_id));
     assert_eq!(trial.store().finish(&asker, &RunOutcome::Unknown, &KEPT).await.unwrap(), Fenced::Done);

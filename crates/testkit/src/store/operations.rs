@@ -7,6 +7,7 @@ use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
 use oncebox::operation::{Mode, Retention, State};
 use oncebox::store::{Basis, Bridged, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, RunOutcome};
+use uuid::Uuid;
 
 /// The outcome commits or rolls back with the handler's transaction. An owner that was fenced
 /// writes none.
@@ -98,12 +99,12 @@ pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture
             let release = |against_evidence| KeyChange::Release { against_evidence };
             match by {
                 "retry" => {
-                    let again = KeyClaim { owner: KeyClaim::new_owner(), ..claim };
+                    let again = KeyClaim { owner: Uuid::now_v7(), ..claim };
                     let claimed = store.claim(&again, Basis::Reclaim(&seen)).await.unwrap();
                     assert_eq!(claimed.is_some(), runs_again, "{ended}");
                 }
                 "late" => {
-                    let again = KeyClaim { owner: KeyClaim::new_owner(), ..claim };
+                    let again = KeyClaim { owner: Uuid::now_v7(), ..claim };
                     let Some(late) = store.claim(&again, Basis::Late(&seen)).await.unwrap() else {
                         panic!("it may write its outcome: {ended}")
                     };
@@ -131,7 +132,7 @@ pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture
     let resolve = KeyChange::Resolve { outcome: Box::new(retryable()), retention: KEPT, against_evidence: true };
     store.act_on_key(&unknown, &resolve, &really()).await.unwrap();
     let seen = record(trial, &claim).await;
-    let again = KeyClaim { owner: KeyClaim::new_owner(), ..claim.clone() };
+    let again = KeyClaim { owner: Uuid::now_v7(), ..claim.clone() };
     let Some(owner) = store.claim(&again, Basis::Reclaim(&seen)).await.unwrap() else {
         panic!("an operator said that it had not happened")
     };

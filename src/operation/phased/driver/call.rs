@@ -9,7 +9,6 @@ use crate::error::StoreError;
 use crate::observe::Noted;
 use crate::operation::phased::effect::Declared;
 use crate::operation::phased::evidence::{self, By, Observation};
-use crate::operation::phased::identity::ProviderKey;
 use crate::operation::phased::provider::{Asked, Call, Sent};
 use crate::operation::port::Fenced;
 use crate::operation::port::evidence::NewEvidence;
@@ -92,8 +91,12 @@ impl Driver {
             self.not_started(effect, number, "the provider may have forgotten the key meanwhile").await?;
             return Ok(Next::Again);
         }
-        let key = ProviderKey::stored(&intent.intent.provider_key);
-        let call = Call { key: &key, bytes: &bytes, version: intent.intent.adapter_version, send: number };
+        let call = Call {
+            key: &intent.intent.provider_key,
+            bytes: &bytes,
+            version: intent.intent.adapter_version,
+            send: number,
+        };
         tracing::debug!(operation = %stored.operation_id, effect = effect.name, send = number, "a provider is called");
         let answered = tokio::time::timeout(effect.provider.timeout(), effect.provider.send(&call)).await;
         let sent = answered.unwrap_or_else(|_| Sent { answer: Answer::NoAnswer, saw: b"no answer in time".to_vec() });
@@ -158,8 +161,8 @@ impl Driver {
         let Some(bytes) = self.ready(effect, intent).await? else {
             return self.release_with_backoff(stored.attempts).await;
         };
-        let key = ProviderKey::stored(&intent.intent.provider_key);
-        let call = Call { key: &key, bytes: &bytes, version: intent.intent.adapter_version, send: 0 };
+        let call =
+            Call { key: &intent.intent.provider_key, bytes: &bytes, version: intent.intent.adapter_version, send: 0 };
         tracing::debug!(operation = %stored.operation_id, effect = effect.name, "a provider is asked");
         let answered = tokio::time::timeout(effect.provider.timeout(), effect.provider.query(&call)).await;
         let asked = answered.unwrap_or_else(|_| Asked {

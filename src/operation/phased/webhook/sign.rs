@@ -6,23 +6,22 @@ use base64::engine::general_purpose::STANDARD;
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
+use crate::error::Invalid;
+
 const PREFIX: &str = "whsec_";
+const NO_SECRET: &str = "a webhook's secret is `whsec_` and 24 to 64 bytes in base64";
 
 /// A secret that is shared with a receiver. It is never printed.
 #[derive(Clone, PartialEq, Eq)]
 pub struct WebhookSecret(Vec<u8>);
 
-/// A text is not a valid secret; the error does not repeat the text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a webhook's secret is `whsec_` and 24 to 64 bytes in base64")]
-pub struct BadSecret;
-
 impl std::str::FromStr for WebhookSecret {
-    type Err = BadSecret;
+    type Err = Invalid;
 
-    fn from_str(text: &str) -> Result<Self, BadSecret> {
-        let bytes = STANDARD.decode(text.strip_prefix(PREFIX).unwrap_or(text)).map_err(|_| BadSecret)?;
-        if (24..=64).contains(&bytes.len()) { Ok(Self(bytes)) } else { Err(BadSecret) }
+    fn from_str(text: &str) -> Result<Self, Invalid> {
+        // The error does not repeat the text.
+        let bytes = STANDARD.decode(text.strip_prefix(PREFIX).unwrap_or(text)).unwrap_or_default();
+        if (24..=64).contains(&bytes.len()) { Ok(Self(bytes)) } else { Err(Invalid::new(NO_SECRET)) }
     }
 }
 
@@ -63,7 +62,7 @@ mod tests {
         let other: WebhookSecret = "MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSx".parse().unwrap();
         assert_eq!(signatures(&[secret, other], "i", "1", b"").split(' ').count(), 2);
         for bad in ["", "whsec_", "whsec_AAAA", "not base64!"] {
-            assert_eq!(bad.parse::<WebhookSecret>(), Err(BadSecret), "{bad}");
+            assert_eq!(bad.parse::<WebhookSecret>(), Err(Invalid::new(NO_SECRET)), "{bad}");
         }
     }
 }

@@ -27,7 +27,7 @@ impl Canonical for Payment {
 
 fn fingerprinter() -> Fingerprinter {
     let operation = "create_payment".parse().expect("a name");
-    Fingerprinter::new(operation, 1..=2, Some(1), Keyring::plain()).expect("settings")
+    Fingerprinter::new(operation, 1..=2, Some(1), Keyring::default()).expect("settings")
 }
 
 fn scope(principal: &str) -> Scope {
@@ -301,7 +301,7 @@ proptest! {
             prop_assert_eq!(decision, Decision::Mismatch);
         } else if !state.is_terminal() {
             prop_assert!(!matches!(decision, Decision::Expired | Decision::ExecuteAsNew | Decision::Reclaim));
-            let bridged = mode == Mode::Bridged && state == State::InProgress && !first.is_owned(at(now));
+            let bridged = mode == Mode::Bridged && state == State::InProgress && first.lease_left(at(now)).is_zero();
             let declared = mode == Mode::Edge && repeatable;
             prop_assert!(!walk::executes(decision) || bridged || declared, "{:?}", decision);
         } else if first.expires_at.is_some_and(|over| at(now) > over) {

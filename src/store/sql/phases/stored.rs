@@ -6,13 +6,7 @@ use crate::operation::port::evidence::{Sealed, StoredEvidence};
 use crate::operation::port::phases::{NewIntent, StoredIntent, StoredOperation};
 use crate::operation::port::stored::corrupt;
 use crate::operation::rules::Identity;
-use crate::operation::rules::flow::Stage;
 use crate::store::sql::Row;
-
-fn stage(name: &str) -> Result<Stage, StoreError> {
-    let known = Stage::ALL.into_iter().find(|stage| stage.as_str() == name);
-    known.ok_or_else(|| corrupt(format!("`{name}` is no state")))
-}
 
 /// A row of [`OPERATION`](super::OPERATION): tenant, operation and key are null where there is no
 /// record; `lease_until` is null where the lease is over.
@@ -35,7 +29,7 @@ pub(super) fn operation_of(
         flow: row.get(5)?,
         flow_version: row.get(6)?,
         point: row.get(7)?,
-        stage: stage(&row.get::<String>(8)?)?,
+        stage: row.get::<String>(8)?.parse().map_err(corrupt)?,
         command: Sealed { bytes: row.get(9)?, kid: row.get_opt(10)? },
         epoch: row.get(11)?,
         lease_until: row.get_opt(12)?,
