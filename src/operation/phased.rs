@@ -50,7 +50,7 @@ pub mod webhook;
 
 pub use self::{
     context::{Context, LocalPoint, SettledPoint},
-    effect::{Effect, Intent, Proven, Settlement, Settlements},
+    effect::{Compensation, Effect, Intent, Proven, Settlement, Settlements, Undo},
     ends::{First, Local, Settled},
     engine::PhasedEngine,
     flow::{Flow, FlowBuilder},

@@ -70,7 +70,7 @@ fn every_point_and_effect_is_registered_once_and_what_is_undone_is_there() {
     let shared = effect("refund", KEY).at("charge:sent", SettledPoint("refund:settled"));
     assert_says(&refused(&[effect("charge", KEY), shared]), "`charge:sent` is registered twice");
     let undo = effect("refund", KEY).undoing("nothing");
-    let flow = Flow::begin("create_charge", 1, Nothing).effect(&effect("charge", KEY), Nothing).effect(&undo, Nothing);
+    let flow = Flow::begin("create_charge", 1, Nothing).effect(&effect("charge", KEY), Nothing).undo(&undo, Nothing);
     assert_says(&flow.build().expect_err("refused"), "effect `refund` undoes `nothing`, which is no effect");
 }
 

@@ -31,7 +31,7 @@ use tokio_util::sync::CancellationToken;
 
 use self::leaving::gap_name;
 use super::context::Context;
-use super::effect::{Declared, Intent, Settlements};
+use super::effect::{Compensation, Declared, Intent, Prepared, Settlements};
 use super::ends::{Local, Settled};
 use super::evidence;
 use super::flow::{AnyCommand, AnyFlow, Erased, Given};
@@ -299,11 +299,7 @@ impl Driver {
                 self.advance(tx, &stored.point, point.0, Stage::Local).await
             }
             Local::RecoveryPoint(point) => self.impossible(tx, point.0).await,
-            // Nothing is done yet that could be undone.
-            Local::Intent(intent) if flow.effect(intent.effect).is_some_and(|effect| effect.undoes.is_some()) => {
-                self.impossible(tx, intent.effect).await
-            }
-            Local::Intent(intent) => self.intend(tx, flow, &stored.point, &intent).await,
+            Local::Intent(Intent(prepared)) => self.intend(tx, flow, &stored.point, prepared).await,
             Local::Response(reply) => self.finish(tx, &stored.point, &reply, None).await,
             Local::Rejected { reply, code } => self.finish(tx, &stored.point, &reply, Some(code)).await,
             Local::Retryable => self.failed(tx, stored, &HandlerError::retryable("the phase asked to run again")).await,
@@ -326,7 +322,9 @@ impl Driver {
                 self.advance(tx, &stored.point, point.0, Stage::Settled).await
             }
             Settled::RecoveryPoint(point) => self.impossible(tx, point.0).await,
-            Settled::Intent(intent) => self.intend(tx, flow, &stored.point, &intent).await,
+            Settled::Intent(Intent(prepared)) | Settled::Compensate(Compensation(prepared)) => {
+                self.intend(tx, flow, &stored.point, prepared).await
+            }
             Settled::Response(reply) => self.finish(tx, &stored.point, &reply, None).await,
             Settled::Failure { proof: _, reply, code } => match flow.standing(&settlements) {
                 None => self.finish(tx, &stored.point, &reply, Some(code)).await,
@@ -453,10 +451,10 @@ impl Driver {
         mut tx: Box<dyn PhaseTx>,
         flow: &AnyFlow,
         from: &str,
-        intent: &Intent,
+        prepared: Prepared,
     ) -> Result<Next, StoreError> {
-        let Some(effect) = flow.effect(intent.effect) else { return self.impossible(tx, intent.effect).await };
-        let intent = new_intent(&self.phased, &self.context, effect, intent)?;
+        let Some(effect) = flow.effect(prepared.effect) else { return self.impossible(tx, prepared.effect).await };
+        let intent = new_intent(&self.phased, &self.context, effect, &prepared)?;
         self.fresh = Some(effect.name);
         let moved = tx.advance(from, &effect.sent, Stage::Outstanding, &[intent]).await?;
         self.commit(tx, moved).await
@@ -566,14 +564,14 @@ pub(super) fn new_intent(
     phased: &Phased,
     context: &Context,
     effect: &Declared,
-    intent: &Intent,
+    prepared: &Prepared,
 ) -> Result<NewIntent, StoreError> {
     let what = format!("request:{}", effect.name);
     Ok(NewIntent {
         effect: effect.name.to_owned(),
         strategy: effect.strategy_name().to_owned(),
-        provider_key: intent.key.clone(),
-        request: phased.vault.seal(context.operation_id(), &what, &intent.bytes)?,
+        provider_key: prepared.key.clone(),
+        request: phased.vault.seal(context.operation_id(), &what, &prepared.bytes)?,
         adapter: effect.provider.name().to_owned(),
         adapter_version: effect.provider.version(),
         undoes: effect.undoes.map(str::to_owned),

@@ -19,6 +19,10 @@ pub struct Effect<P> {
     pub(super) declared: Declared,
 }
 
+/// An effect that undoes another effect. It has an identity of its own, like every effect.
+#[derive(Debug)]
+pub struct Undo<P>(pub(super) Effect<P>);
+
 #[derive(Debug, Clone)]
 pub(super) struct Declared {
     pub(super) name: &'static str,
@@ -32,7 +36,14 @@ pub(super) struct Declared {
 }
 
 /// A request that will be sent. Its bytes are committed before the first send.
-pub struct Intent {
+#[derive(Debug)]
+pub struct Intent(pub(super) Prepared);
+
+/// A request that will be sent to undo an effect.
+#[derive(Debug)]
+pub struct Compensation(pub(super) Prepared);
+
+pub(super) struct Prepared {
     pub(super) effect: &'static str,
     pub(super) key: String,
     pub(super) bytes: Vec<u8>,
@@ -86,12 +97,11 @@ impl<P: Provider> Effect<P> {
         self
     }
 
-    /// Makes this an effect that undoes another effect of the flow. It has an identity of its own,
-    /// like every effect. Only a phase after a settled effect may intend it.
+    /// Makes this an effect that undoes another effect of the flow.
     #[must_use]
-    pub fn undoing(mut self, effect: &'static str) -> Self {
+    pub fn undoing(mut self, effect: &'static str) -> Undo<P> {
         self.declared.undoes = Some(effect);
-        self
+        Undo(self)
     }
 
     /// Returns the intent to send this request. The bytes are made here, once (O5).
@@ -102,15 +112,41 @@ impl<P: Provider> Effect<P> {
     where
         P: Prepare<R>,
     {
+        Ok(Intent(self.prepared(context, request)?))
+    }
+
+    fn prepared<R: ?Sized>(&self, context: &Context, request: &R) -> Result<Prepared, HandlerError>
+    where
+        P: Prepare<R>,
+    {
         let key = context.provider_key(self.declared.name);
         let bytes = self.provider.prepare(request, &key)?;
-        Ok(Intent { effect: self.declared.name, key, bytes })
+        Ok(Prepared { effect: self.declared.name, key, bytes })
+    }
+}
+
+impl<P: Provider> Undo<P> {
+    /// Returns the intent to undo the other effect by this request.
+    ///
+    /// # Errors
+    /// The request cannot be written.
+    pub fn intend<R: ?Sized>(&self, context: &Context, request: &R) -> Result<Compensation, HandlerError>
+    where
+        P: Prepare<R>,
+    {
+        Ok(Compensation(self.0.prepared(context, request)?))
     }
 }
 
 impl<P> Clone for Effect<P> {
     fn clone(&self) -> Self {
         Self { provider: Arc::clone(&self.provider), declared: self.declared.clone() }
+    }
+}
+
+impl<P> Clone for Undo<P> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
     }
 }
 
@@ -154,8 +190,8 @@ impl Settlements {
     }
 }
 
-impl std::fmt::Debug for Intent {
+impl std::fmt::Debug for Prepared {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Intent({}, {}, {} bytes)", self.effect, self.key, self.bytes.len())
+        write!(f, "Prepared({}, {}, {} bytes)", self.effect, self.key, self.bytes.len())
     }
 }

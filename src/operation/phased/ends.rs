@@ -38,7 +38,8 @@
 //! }
 //! ```
 //!
-//! A phase cannot continue at a point of the other kind:
+//! A phase without an effect to undo cannot compensate, and a phase cannot continue at a point of
+//! the other kind:
 //!
 //! ```compile_fail,E0308
 //! use oncebox::operation::phased::{Local, SettledPoint};
@@ -62,7 +63,7 @@
 //! ```
 
 use super::context::{LocalPoint, SettledPoint};
-use super::effect::{Intent, Proven};
+use super::effect::{Compensation, Intent, Proven};
 use crate::operation::Reply;
 
 /// How the first phase ends. Before it commits, nothing of the operation is stored.
@@ -115,8 +116,10 @@ pub enum Local {
 pub enum Settled {
     /// Commit, and continue at this point.
     RecoveryPoint(SettledPoint),
-    /// Commit the intent of another effect, perhaps one that undoes, then send it.
+    /// Commit the intent of another effect, then send it.
     Intent(Intent),
+    /// Commit the intent to undo an effect, then send it.
+    Compensate(Compensation),
     /// The operation succeeded; this is its answer.
     Response(Reply),
     /// The operation failed, and none of its effects stands.

@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::context::{Context, LocalPoint, SettledPoint};
-use super::effect::{Declared, Effect, Settlements};
+use super::effect::{Declared, Effect, Settlements, Undo};
 use super::ends::{First, Local, Settled};
 use super::phase::{FirstPhase, LocalPhase, Phase, SettledPhase};
 use super::provider::Provider;
@@ -140,12 +140,14 @@ impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
 
     /// Adds an effect, and the phase that runs when it is settled.
     #[must_use]
-    pub fn effect<P: Provider>(mut self, effect: &Effect<P>, then: impl SettledPhase<S, C>) -> Self {
-        let declared = effect.declared.clone();
-        self.points.extend([declared.sent.clone(), declared.settled.clone()]);
-        self.flow.settled.insert(declared.settled.clone(), Box::new(Typed::<S, _, C>::new(then)));
-        self.flow.effects.push(declared);
-        self
+    pub fn effect<P: Provider>(self, effect: &Effect<P>, then: impl SettledPhase<S, C>) -> Self {
+        self.declare(effect.declared.clone(), Box::new(Typed::<S, _, C>::new(then)))
+    }
+
+    /// Adds an effect that undoes another, and the phase that runs when it is settled.
+    #[must_use]
+    pub fn undo<P: Provider>(self, undo: &Undo<P>, then: impl SettledPhase<S, C>) -> Self {
+        self.declare(undo.0.declared.clone(), Box::new(Typed::<S, _, C>::new(then)))
     }
 
     /// Adds another phase after an effect is settled, at this point.
@@ -153,6 +155,13 @@ impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
     pub fn settled(mut self, point: SettledPoint, phase: impl SettledPhase<S, C>) -> Self {
         self.points.push(point.0.to_owned());
         self.flow.settled.insert(point.0.to_owned(), Box::new(Typed::<S, _, C>::new(phase)));
+        self
+    }
+
+    fn declare(mut self, declared: Declared, then: Box<dyn Erased<Settled>>) -> Self {
+        self.points.extend([declared.sent.clone(), declared.settled.clone()]);
+        self.flow.settled.insert(declared.settled.clone(), then);
+        self.flow.effects.push(declared);
         self
     }
 

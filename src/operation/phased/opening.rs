@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::context::Context;
 use super::driver::{Came, Driver, Ended, FIRST_ENDED, TRIES, before_try, guarded, new_intent, outcome, take_back};
-use super::effect::Settlements;
+use super::effect::{Intent, Settlements};
 use super::ends::First;
 use super::flow::{AnyCommand, Given};
 use super::hold::Hold;
@@ -194,11 +194,9 @@ impl Opening {
                 Move::Advance(point.0.to_owned(), Stage::Local, None)
             }
             First::RecoveryPoint(point) => return Err(unknown(point.0)),
-            First::Intent(intent) => {
-                // Nothing is done yet that could be undone.
-                let effect = flow.effect(intent.effect).filter(|effect| effect.undoes.is_none());
-                let effect = effect.ok_or_else(|| unknown(intent.effect))?;
-                let intent = new_intent(&self.phased, context, effect, &intent)?;
+            First::Intent(Intent(prepared)) => {
+                let effect = flow.effect(prepared.effect).ok_or_else(|| unknown(prepared.effect))?;
+                let intent = new_intent(&self.phased, context, effect, &prepared)?;
                 Move::Advance(effect.sent.clone(), Stage::Outstanding, Some((effect.name, intent)))
             }
             First::Response(reply) => Move::Finish(reply, None),
