@@ -291,9 +291,7 @@ async fn m18_a_multipart_body_is_refused_by_the_layer_unless_the_route_takes_it(
         assert!(refused.is(Code::UnsupportedMediaType).json()["detail"].as_str().unwrap().contains("boundary"));
     }
     assert_eq!((gate.calls(), world.record("t1", K1).await), (0, None), "the key is free");
-    let takes = answers
-        .raw(&world.another_process(), |_| Endpoint::raw("put", Route { takes_multipart: true, ..edge() }), &gate)
-        .await;
+    let takes = answers.raw(&world.another_process(), |_| Route { takes_multipart: true, ..edge() }, &gate).await;
     for is_replayed in [false, true] {
         let taken = send(upload(&takes, "multipart/form-data; boundary=b")).await;
         assert_eq!((taken.status, taken.is_replayed()), (201, is_replayed), "{taken:?}");
