@@ -139,9 +139,12 @@ pub enum BrokerError {
 /// one if its code says so.
 #[derive(Debug)]
 pub struct HandlerError {
-    message: String,
-    terminal: bool,
-    retry_after: Option<Duration>,
+    /// The text of the handler's error.
+    pub message: String,
+    /// Whether a retry is pointless: the message becomes dead at once.
+    pub terminal: bool,
+    /// The time after which the handler asked to be tried again.
+    pub retry_after: Option<Duration>,
     transient: bool,
     #[cfg(feature = "consumer")]
     hints: hints::Hints,
@@ -175,28 +178,10 @@ impl HandlerError {
         Self { transient: true, ..Self::retryable(error) }
     }
 
-    /// Whether a retry is pointless.
-    #[must_use]
-    pub fn is_terminal(&self) -> bool {
-        self.terminal
-    }
-
     /// Whether the failure is transient (R27).
     #[must_use]
     pub fn is_transient(&self) -> bool {
         self.transient
-    }
-
-    /// The time after which the handler asked to be tried again.
-    #[must_use]
-    pub fn after(&self) -> Option<Duration> {
-        self.retry_after
-    }
-
-    /// The text of the handler's error.
-    #[must_use]
-    pub fn message(&self) -> &str {
-        &self.message
     }
 }
 
@@ -330,9 +315,9 @@ mod tests {
     #[test]
     fn any_error_is_retryable_unless_it_says_terminal() {
         let error: HandlerError = std::io::Error::other("x").into();
-        assert!(!error.is_terminal() && !error.is_transient());
-        assert!(HandlerError::terminal("x").is_terminal());
+        assert!(!error.terminal && !error.is_transient());
+        assert!(HandlerError::terminal("x").terminal);
         let parsed: Result<i32, _> = "a".parse::<i32>().terminal();
-        assert!(parsed.is_err_and(|error| error.is_terminal()));
+        assert!(parsed.is_err_and(|error| error.terminal));
     }
 }

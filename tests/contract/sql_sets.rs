@@ -108,7 +108,7 @@ async fn run<S: Sql>(
         }
     }
     let result = match failed {
-        Some((at, error)) => Err((at, HandlerError::from(error).message().to_owned())),
+        Some((at, error)) => Err((at, HandlerError::from(error).message)),
         None => {
             let mut tables = Vec::new();
             for rows in ALL {
