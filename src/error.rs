@@ -1,5 +1,5 @@
-//! The errors of stores, brokers and handlers, named by what the caller does next; and the error of
-//! a value that cannot be used.
+//! The errors of stores, brokers and handlers, named by what the caller does next; how relays and
+//! consumers end; and the error of a value that cannot be used.
 //!
 //! Guarantees: adapters classify errors, so no code above them matches on an error of sqlx,
 //! librdkafka or lapin; no error text contains a password (URLs are printed by [`redact`]).
@@ -133,6 +133,35 @@ pub enum BrokerError {
     /// Any other error: the session ends, and a new one starts from what is proven.
     #[error("{0}")]
     Session(String),
+}
+
+/// How a relay or a consumer ended without an error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RunEnd {
+    /// The stop was requested.
+    Stopped,
+    /// Nothing was left to do, and `until_empty` or `until_idle` is set.
+    Idle,
+}
+
+/// Why a relay or a consumer has to end and needs a person.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RunError {
+    /// The database refuses, or fails in a way that only a person can repair.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The broker refuses, or fails in a way that only a person can repair.
+    #[error(transparent)]
+    Broker(#[from] BrokerError),
+    /// The inbox of a consumer would forget ids of messages that can still come.
+    #[error("consumer `{consumer}`: {why}")]
+    Horizon {
+        /// The name of the consumer whose horizon is too short.
+        consumer: String,
+        /// Which messages can still come, and for how long.
+        why: String,
+    },
 }
 
 /// The error that a handler returns. `?` turns any error into a retryable one, or into a transient

@@ -170,7 +170,7 @@ pub mod adapter {
 }
 
 pub use self::{
-    error::{BrokerError, HandlerError, LimitError, StoreError},
+    error::{BrokerError, HandlerError, LimitError, RunEnd, RunError, StoreError},
     inbox::rules::horizon::{Horizon, TopicRetention},
     message::{Message, NewMessage},
     outbox::enqueue::{commit, enqueue, enqueue_all},
@@ -185,12 +185,12 @@ pub use async_trait::async_trait;
 pub use email::sender;
 #[cfg(feature = "consumer")]
 pub use inbox::{
-    consumer::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Unhandled},
+    consumer::{Consumer, ConsumerOptions, Handlers, Unhandled},
     handler::{BatchMessageHandler, HandlerTx, MessageHandler},
     sql_handler::{SqlHandler, SqlSpec},
 };
 #[cfg(feature = "relay")]
-pub use outbox::relay::{Relay, RelayEnd, RelayError, RelayOptions};
+pub use outbox::relay::{Relay, RelayOptions};
 pub use sqlx;
 
 /// The code of the README, compiled with the documentation tests.

@@ -17,8 +17,8 @@ use oncebox::store::{
     InboxTx, LeaseAnswer, LeaseRequest, OperatorAct, RelaySession, Schema, Status, StoreOptions,
 };
 use oncebox::{
-    BatchMessageHandler, Consumer, ConsumerEnd, ConsumerOptions, HandlerError, HandlerTx, Handlers, Message,
-    MessageHandler, NewMessage, Relay, RelayEnd, RelayError, RelayOptions, RetryPolicy, Store,
+    BatchMessageHandler, Consumer, ConsumerOptions, HandlerError, HandlerTx, Handlers, Message, MessageHandler,
+    NewMessage, Relay, RelayOptions, RetryPolicy, RunEnd, RunError, Store,
 };
 use oncebox_testkit::memory::MemoryBroker;
 use sqlx::{AssertSqlSafe, Database, raw_sql};
@@ -242,16 +242,12 @@ impl<S: Sql> World<S> {
         self.store.act(filter, &act, &context).await.unwrap();
     }
 
-    pub(crate) fn relay(&self, options: RelayOptions) -> Running<Result<RelayEnd, RelayError>> {
+    pub(crate) fn relay(&self, options: RelayOptions) -> Running<Result<RunEnd, RunError>> {
         self.relay_to(Arc::new(self.broker.clone()), options)
     }
 
     /// To another broker than the one in memory.
-    pub(crate) fn relay_to(
-        &self,
-        broker: Arc<dyn Broker>,
-        options: RelayOptions,
-    ) -> Running<Result<RelayEnd, RelayError>> {
+    pub(crate) fn relay_to(&self, broker: Arc<dyn Broker>, options: RelayOptions) -> Running<Result<RunEnd, RunError>> {
         let relay = Relay::new(self.store.clone(), broker, options, self.health.clone());
         let stop = CancellationToken::new();
         let token = stop.clone();
@@ -262,11 +258,11 @@ impl<S: Sql> World<S> {
         &self,
         options: ConsumerOptions,
         handler: impl MessageHandler<S> + 'static,
-    ) -> Running<Option<ConsumerEnd>> {
+    ) -> Running<Option<RunEnd>> {
         self.consumer_of(options, Handlers::all(handler))
     }
 
-    pub(crate) fn consumer_of(&self, options: ConsumerOptions, handlers: Handlers<S>) -> Running<Option<ConsumerEnd>> {
+    pub(crate) fn consumer_of(&self, options: ConsumerOptions, handlers: Handlers<S>) -> Running<Option<RunEnd>> {
         let broker = Arc::new(self.broker.clone());
         let consumer = Consumer::new(self.store.clone(), broker, handlers, options, self.health.clone());
         let stop = CancellationToken::new();

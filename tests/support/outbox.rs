@@ -10,7 +10,7 @@ use oncebox::store::{
     ActContext, Base, DeadFilter, Diversion, Enqueue, LeaseAnswer, LeaseRequest, Mark, Operator, OperatorAct,
     Outbox as _, Schema, Status, StoreOptions,
 };
-use oncebox::{NewMessage, Relay, RelayEnd, RelayError, RelayOptions};
+use oncebox::{NewMessage, Relay, RelayOptions, RunEnd, RunError};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -25,7 +25,7 @@ pub(crate) struct Outbox {
 /// A relay that runs.
 pub(crate) struct Running {
     stop: CancellationToken,
-    task: JoinHandle<Result<RelayEnd, RelayError>>,
+    task: JoinHandle<Result<RunEnd, RunError>>,
 }
 
 impl Running {

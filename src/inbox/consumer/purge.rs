@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-use super::{ConsumerError, Shared};
+use super::Shared;
+use crate::error::RunError;
 use crate::inbox::port::ConsumerId;
 use crate::inbox::rules::horizon::{Horizon, HorizonTooShort, Sources};
 use crate::observe;
@@ -45,7 +46,7 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
 }
 
 /// Deletes all rows older than the horizon; returns how many.
-async fn round(shared: &Shared, consumer: ConsumerId, stop: &CancellationToken) -> Result<u64, ConsumerError> {
+async fn round(shared: &Shared, consumer: ConsumerId, stop: &CancellationToken) -> Result<u64, RunError> {
     while shared.store.forget_attempts(consumer, PAGE).await? == PAGE as u64 && sleep_unless(stop, BETWEEN).await {}
     // Checked again: since then, a topic may have been made, or its retention may be longer.
     check(shared, consumer).await?;
@@ -64,7 +65,7 @@ async fn round(shared: &Shared, consumer: ConsumerId, stop: &CancellationToken) 
 }
 
 /// Refuses a horizon within which a duplicate can still come.
-pub(super) async fn check(shared: &Shared, consumer: ConsumerId) -> Result<(), ConsumerError> {
+pub(super) async fn check(shared: &Shared, consumer: ConsumerId) -> Result<(), RunError> {
     let options = &shared.options;
     if options.horizon == Horizon::Never {
         return Ok(());
@@ -76,7 +77,6 @@ pub(super) async fn check(shared: &Shared, consumer: ConsumerId) -> Result<(), C
         waiting: options.retry.longest(),
         dead: options.redrive_age_max,
     };
-    let refused =
-        |why: HorizonTooShort| ConsumerError::Horizon { consumer: options.name.clone(), why: why.to_string() };
+    let refused = |why: HorizonTooShort| RunError::Horizon { consumer: options.name.clone(), why: why.to_string() };
     sources.check(options.horizon).map_err(refused)
 }
