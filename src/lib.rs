@@ -171,7 +171,7 @@ pub mod adapter {
 
 pub use self::{
     error::{BrokerError, HandlerError, LimitError, RunEnd, RunError, StoreError},
-    inbox::rules::horizon::{Horizon, TopicRetention},
+    inbox::rules::horizon::TopicRetention,
     message::{Message, NewMessage},
     outbox::enqueue::{commit, enqueue, enqueue_all},
     time::breaker::BreakerOptions,

@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 use super::values::{Secret, byte_size, span, span_if_set, span_or_never};
 use crate::broker::Subscription;
 use crate::inbox::consumer::{ConsumerOptions, Unhandled};
-use crate::inbox::rules::horizon::Horizon;
 use crate::inbox::sql_handler::SqlSpec;
 use crate::outbox::relay::RelayOptions;
 use crate::outbox::rules::policy::DeadPolicy;
@@ -494,7 +493,7 @@ impl ConsumerSettings {
         options.drain = self.drain.unwrap_or(options.drain);
         options.dead = self.dead;
         options.unhandled = self.unhandled;
-        options.horizon = self.horizon.map_or(Horizon::Never, Horizon::After);
+        options.horizon = self.horizon;
         options.shutdown_grace = shutdown_grace;
         options.retry = self.retry;
         options.retry.validate().map_err(|why| bad("retry", &why.to_string()))?;

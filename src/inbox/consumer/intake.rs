@@ -8,6 +8,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -18,7 +19,7 @@ use uuid::Uuid;
 
 use super::item::{Done, End, Item, Source};
 use super::{ConsumerOptions, Shared, lane, loss, positions};
-use crate::broker::{Begun, Delivery, Event, PartitionId, RevokeGuard, Subscriber};
+use crate::broker::{Begun, Delivery, Event, PartitionId, Subscriber};
 use crate::error::{BrokerError, RunEnd};
 use crate::inbox::port::{ConsumerId, Holding};
 use crate::inbox::rules::position::Position;
@@ -81,7 +82,7 @@ impl Assigned {
 struct GivingUp {
     lost: bool,
     /// Dropping it lets the broker go on.
-    guard: RevokeGuard,
+    guard: SyncSender<()>,
 }
 
 struct Intake<'a> {
@@ -414,7 +415,7 @@ impl Intake<'_> {
         self.shared.health.trouble(&self.shared.part, IDS, why.map(Trouble::Stops));
     }
 
-    fn revoke(&mut self, id: &PartitionId, lost: bool, guard: &RevokeGuard) {
+    fn revoke(&mut self, id: &PartitionId, lost: bool, guard: &SyncSender<()>) {
         if self.refused.remove(id).is_some() {
             self.show_refused();
         }

@@ -113,24 +113,10 @@ pub(crate) fn purge_row(in_id: Option<DbTime>, received: DbTime, below: DbTime) 
     is_past.then(|| DbTime::from_millis(in_id.unwrap_or(received).millis().saturating_add(1)))
 }
 
-/// How long inbox rows live.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Horizon {
-    /// Rows live for ever. The default for a topic that is compacted or unlimited.
-    Never,
-    /// Rows live for this long; older ones may be purged.
-    After(Duration),
-}
-
-impl Horizon {
-    /// Rows older than the returned time may be removed by a purge that begins now; `None` if no
-    /// row may. The time is in whole milliseconds, like the times in ids.
-    pub(crate) fn purge_bound(self, now: DbTime) -> Option<DbTime> {
-        match self {
-            Self::Never => None,
-            Self::After(age) => Some(DbTime::from_millis(now.before(age).millis())),
-        }
-    }
+/// Rows older than the returned time may be removed by a purge that begins now. The time is in
+/// whole milliseconds, like the times in ids.
+pub(crate) fn purge_bound(horizon: Duration, now: DbTime) -> DbTime {
+    DbTime::from_millis(now.before(horizon).millis())
 }
 
 /// How long a topic keeps records that a consumer may read again.
@@ -213,9 +199,8 @@ mod tests {
     }
 
     #[test]
-    fn a_purge_begins_a_horizon_before_now_and_never_means_no_purge() {
+    fn a_purge_begins_a_horizon_before_now() {
         let now = DbTime::from_micros(at(10_000).micros() + 999);
-        assert_eq!(Horizon::After(SKEW).purge_bound(now), Some(at(9_940)));
-        assert_eq!(Horizon::Never.purge_bound(at(10_000)), None);
+        assert_eq!(purge_bound(SKEW, now), at(9_940));
     }
 }

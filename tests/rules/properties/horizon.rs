@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use crate::inbox::rules::horizon::{Age, Bounds, Horizon, Verdict, judge, purge_row};
+use crate::inbox::rules::horizon::{Age, Bounds, Verdict, judge, purge_bound, purge_row};
 use crate::time::db_time::DbTime;
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -54,7 +54,7 @@ fn age(kind: Kind, time: DbTime) -> Age {
 
 struct Inbox {
     now: DbTime,
-    horizon: Horizon,
+    horizon: Duration,
     skew: Duration,
     messages: Vec<Age>,
     /// Message and time of receipt.
@@ -88,7 +88,7 @@ impl Inbox {
     }
 
     fn purge(&mut self, steps: usize) {
-        let Some(below) = self.horizon.purge_bound(self.now) else { return };
+        let below = purge_bound(self.horizon, self.now);
         for (message, received) in self.rows.clone().into_iter().take(steps) {
             let in_id = match self.messages[message] {
                 Age::InId(time) => Some(time),
@@ -116,7 +116,7 @@ proptest! {
     ) {
         let mut inbox = Inbox {
             now: DbTime::from_micros(1_000_000_000_000_123),
-            horizon: Horizon::After(Duration::from_micros(horizon)),
+            horizon: Duration::from_micros(horizon),
             skew: Duration::from_micros(skew),
             messages: Vec::new(),
             rows: BTreeMap::new(),
