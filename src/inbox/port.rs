@@ -159,7 +159,7 @@ pub(crate) fn time_in_id(id: MessageId) -> Option<DbTime> {
 /// The smallest id that carries this time: every smaller v7 id carries an earlier time.
 pub(crate) fn first_id_at(time: DbTime) -> MessageId {
     // A v7 id begins with its milliseconds in 48 bits.
-    MessageId::from_uuid(Uuid::from_u128(u128::try_from(time.millis()).unwrap_or(0).min((1 << 48) - 1) << 80))
+    MessageId::from(Uuid::from_u128(u128::try_from(time.millis()).unwrap_or(0).min((1 << 48) - 1) << 80))
 }
 
 /// Duty: consumers, inbox rows, attempts.

@@ -35,13 +35,6 @@ pub struct LeaseRequest {
     pub read_bytes: usize,
 }
 
-impl LeaseRequest {
-    /// A request for shard 0, with reads of about 4 MiB.
-    pub fn new(owner: impl Into<String>, length: Duration) -> Self {
-        Self { shard: 0, owner: owner.into(), length, read_bytes: 4 << 20 }
-    }
-}
-
 /// The answer to a request for a lease.
 #[derive(Debug)]
 pub enum LeaseAnswer {

@@ -272,7 +272,8 @@ impl<S: Sql> World<S> {
 
     /// Another owner of the shard, as soon as nobody has the lease.
     pub(crate) async fn other_owner(&self) -> Box<dyn RelaySession> {
-        let request = LeaseRequest::new("other", Duration::from_secs(600));
+        let request =
+            LeaseRequest { shard: 0, owner: "other".into(), length: Duration::from_secs(600), read_bytes: 4 << 20 };
         eventually("the lease is free", SOON, || async {
             match self.store.open(&request).await.unwrap() {
                 LeaseAnswer::Taken(session) => Some(session),
@@ -316,7 +317,7 @@ impl<S: Sql> World<S> {
         let mut entries = Vec::new();
         for name in names {
             let id = Uuid::now_v7();
-            entries.push(InboxEntry { id: MessageId::from_uuid(id), hash: [1; 16] });
+            entries.push(InboxEntry { id: MessageId::from(id), hash: [1; 16] });
             self.deliver(&id.to_string(), "made", name);
         }
         let mut frozen = self.store.begin(self.registered().await).await.unwrap();

@@ -131,7 +131,8 @@ async fn g9_a_process_that_lost_its_lease_changes_nothing_and_a_standby_takes_ov
     let world = sqlite().await;
     world.enqueue("t", &["a1", "a2"]).await;
     // The test waits for its end, which a slow machine must not reach before the checkpoint.
-    let request = LeaseRequest::new("zombie", Duration::from_secs(10));
+    let request =
+        LeaseRequest { shard: 0, owner: "zombie".into(), length: Duration::from_secs(10), read_bytes: 4 << 20 };
     let LeaseAnswer::Taken(mut zombie) = world.store.open(&request).await.unwrap() else { panic!("it is free") };
     let read = zombie.read(10).await.unwrap();
     assert_eq!(read.rows.len(), 2);
@@ -189,7 +190,7 @@ async fn g9_a_stop_that_waits_for_the_broker_keeps_the_lease_until_its_mark_is_m
 /// Asks for the lease for longer than it lasts.
 async fn nobody_else_gets_the_lease(world: &World<SqliteStore>, lease: Duration) {
     let began = std::time::Instant::now();
-    let other = LeaseRequest::new("other", lease);
+    let other = LeaseRequest { shard: 0, owner: "other".into(), length: lease, read_bytes: 4 << 20 };
     eventually("more than a lease is over", SOON, || async {
         let answer = world.store.open(&other).await.unwrap();
         assert!(matches!(answer, LeaseAnswer::HeldBy { .. }), "{answer:?}");

@@ -183,7 +183,11 @@ async fn g11_rows_of_other_shards_take_no_room_while_the_broker_takes_nothing() 
         let of_shard = |shard: i32| (0..).map(|n: u32| n.to_string()).find(|key| shard_of(key) == shard).unwrap();
         let (ours, theirs) = (of_shard(0), of_shard(1));
         let message = |key: &str| NewMessage::text("t", "k", "1").with_key(key.to_owned());
-        let mut session = take(&database.store, &LeaseRequest::new("relay", Duration::from_secs(600))).await;
+        let mut session = take(
+            &database.store,
+            &LeaseRequest { shard: 0, owner: "relay".into(), length: Duration::from_secs(600), read_bytes: 4 << 20 },
+        )
+        .await;
         enqueue_all(&mut connection, vec![message(&ours)]).await.unwrap();
         let first = session.read(10).await.unwrap();
         assert_eq!(first.rows.len(), 1);

@@ -62,7 +62,12 @@ impl Outbox {
 
     /// Makes everything that is pending dead, as if each message had been refused.
     pub(crate) async fn all_are_dead(&self) {
-        let request = LeaseRequest::new("the refuser", Duration::from_secs(20));
+        let request = LeaseRequest {
+            shard: 0,
+            owner: "the refuser".into(),
+            length: Duration::from_secs(20),
+            read_bytes: 4 << 20,
+        };
         let LeaseAnswer::Taken(mut session) = self.store.open(&request).await.unwrap() else { panic!("it is free") };
         while self.status().await.pending > 0 {
             let read = session.read(1_000).await.unwrap();

@@ -172,7 +172,7 @@ mod tests {
     fn r31_a_time_beyond_database_time_and_skew_is_from_the_future() {
         for age in [Age::InId, Age::Stated] {
             assert_eq!(judge(age(at(10_060)), bounds(None)), Verdict::GoOn);
-            assert_eq!(judge(age(DbTime::from_micros(at(10_060).micros() + 1)), bounds(None)), Verdict::FromTheFuture);
+            assert_eq!(judge(age(DbTime { micros: at(10_060).micros + 1 }), bounds(None)), Verdict::FromTheFuture);
         }
     }
 
@@ -194,13 +194,13 @@ mod tests {
         assert_eq!(purge_row(Some(early), late, bound), None, "it was redriven: a second copy is a duplicate");
         assert_eq!(purge_row(Some(late), early, bound), None, "its time has not passed");
         assert_eq!((purge_row(Some(bound), early, bound), purge_row(None, bound, bound)), (None, None));
-        let last = DbTime::from_micros(bound.micros() - 1);
+        let last = DbTime { micros: bound.micros - 1 };
         assert_eq!(purge_row(None, last, bound), Some(bound), "never above that of the purge");
     }
 
     #[test]
     fn a_purge_begins_a_horizon_before_now() {
-        let now = DbTime::from_micros(at(10_000).micros() + 999);
+        let now = DbTime { micros: at(10_000).micros + 999 };
         assert_eq!(purge_bound(SKEW, now), at(9_940));
     }
 }

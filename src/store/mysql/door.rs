@@ -98,7 +98,7 @@ impl Enqueue for MySqlConnection {
             explain(self, &messages, largest.all).await?;
         }
         for _ in 0..TRIES_MAX {
-            let times = made.iter().filter_map(|id| MessageId::from_uuid(*id).unix_millis());
+            let times = made.iter().filter_map(|id| MessageId::from(*id).unix_millis());
             let times: Vec<i64> = times.filter_map(|millis| i64::try_from(millis).ok()).collect();
             let (first, last) = (times.iter().min().copied(), times.iter().max().copied());
             let written = sqlx::query(INSERT)
@@ -192,7 +192,7 @@ async fn explain(connection: &mut MySqlConnection, messages: &[NewMessage], byte
     }
     for message in messages {
         limits.check(message)?;
-        let given = message.id.and_then(|id| MessageId::from_uuid(id).unix_millis());
+        let given = message.id.and_then(|id| MessageId::from(id).unix_millis());
         if let Some(given) = given
             && given.abs_diff(now) > skew * 1_000
         {

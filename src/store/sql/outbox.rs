@@ -58,8 +58,8 @@ pub(in crate::store) async fn take(
     let row = session.only(of(LEASE)).await?;
     let fence = Fence { epoch: row.get::<i64>(0)? + 1, revision: row.get::<i64>(1)? + 1 };
     let (scanned_to, age): (i64, Option<i64>) = (row.get(2)?, row.get_opt(4)?);
-    let (now, length) = (DbTime::from_micros(0), Duration::from_micros(row.get_opt(5)?.unwrap_or(0)));
-    let lease = Lease { until: DbTime::from_micros(-age.unwrap_or(0)), length };
+    let (now, length) = (DbTime { micros: 0 }, Duration::from_micros(row.get_opt(5)?.unwrap_or(0)));
+    let lease = Lease { until: DbTime { micros: -age.unwrap_or(0) }, length };
     let other = row.get_opt::<String>(3)?.filter(|owner| *owner != request.owner && !lease.is_expired(now));
     if let Some(owner) = other {
         transaction.rollback().await?;

@@ -115,7 +115,7 @@ proptest! {
         steps in prop::collection::vec(step(), 0..150),
     ) {
         let mut inbox = Inbox {
-            now: DbTime::from_micros(1_000_000_000_000_123),
+            now: DbTime { micros: 1_000_000_000_000_123 },
             horizon: Duration::from_micros(horizon),
             skew: Duration::from_micros(skew),
             messages: Vec::new(),
@@ -129,7 +129,7 @@ proptest! {
             match step {
                 Step::Clock(micros) => inbox.now = inbox.now.after(Duration::from_micros(micros)),
                 Step::New { of, off, late } => {
-                    let time = DbTime::from_micros(inbox.now.micros() + off);
+                    let time = DbTime { micros: inbox.now.micros + off };
                     inbox.messages.push(age(of, time));
                     inbox.deliver(inbox.messages.len() - 1, late);
                 }
@@ -159,15 +159,15 @@ proptest! {
     ) {
         let mut bound = None;
         for (is_timed, micros) in &purged {
-            let time = DbTime::from_micros(*micros);
+            let time = DbTime { micros: *micros };
             let in_id = is_timed.then(|| DbTime::from_millis(time.millis()));
-            bound = bound.max(purge_row(in_id, time, DbTime::from_micros(2_000_000)));
+            bound = bound.max(purge_row(in_id, time, DbTime { micros: 2_000_000 }));
         }
         let last = purged.iter().map(|(_, micros)| *micros).max().unwrap_or(0);
         let skew = Duration::from_micros(skew);
         // The next whole millisecond, and for a stated time the skew, are what a bound may cost.
-        let time = DbTime::from_micros(last).after(Duration::from_millis(1) + skew + Duration::from_micros(later));
-        let now = DbTime::from_micros(10_000_000);
+        let time = DbTime { micros: last }.after(Duration::from_millis(1) + skew + Duration::from_micros(later));
+        let now = DbTime { micros: 10_000_000 };
         let age = if timed { Age::InId(time) } else { Age::Stated(time) };
         prop_assert_eq!(judge(age, Bounds { purged_below: bound, now, id_skew: skew }), Verdict::GoOn);
     }

@@ -83,7 +83,7 @@ pub async fn a_message_arrives_as_it_was_sent(fixture: &dyn Fixture) {
         assert_eq!(arrived.content_type.as_deref(), Some(sent.content_type.as_str()), "{id}");
 
         let message = Message::identify(arrived, &IdRule::Envelope, "", false).expect("an id");
-        assert_eq!(message.id, MessageId::from_uuid(id));
+        assert_eq!(message.id, MessageId::from(id));
         assert_eq!(message.trace, sent.trace, "{id}");
         let mut headers = message.headers.clone();
         let mut expected: Vec<(String, Vec<u8>)> =

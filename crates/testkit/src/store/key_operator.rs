@@ -346,7 +346,7 @@ pub async fn the_list_of_conflicts_is_what_the_evidence_says<F: Fixture>(trial: 
         }
         let proofs = rows.iter().map(|(verdict, send)| {
             let send = (*send > 0).then_some(*send);
-            ProviderProof { send, verdict: verdicts[*verdict], at: DbTime::from_micros(0) }
+            ProviderProof { send, verdict: verdicts[*verdict], at: DbTime { micros: 0 } }
         });
         let evidence = Evidence::of(proofs);
         let expected = operations.iter().filter(|(_, (_, outcome, _, stage), stands)| {

@@ -443,7 +443,7 @@ pub async fn a_redrive_under_a_new_id_is_another_message<F: Fixture>(trial: &Tri
     let leased = lease(trial, consumer).await.remove(0).message;
     assert_eq!((leased.id.uuid(), leased.payload.as_slice()), (id, b"edited".as_slice()));
     assert_eq!((&leased.topic, &leased.key, &leased.kind), (&first.topic, &first.key, &first.kind));
-    let ids = [first.id, MessageId::from_uuid(id)];
+    let ids = [first.id, MessageId::from(id)];
     assert_eq!(trial.store.known(consumer, &ids).await.unwrap().len(), 2, "both are known from now on");
     trial.park(consumer, &message("x", "1"), dead(true)).await;
     trial.park(consumer, &message("y", "1"), dead(true)).await;

@@ -210,7 +210,7 @@ pub(super) async fn careless<F: Fixture>(connection: &mut Connection<F>, sql: &s
 
 /// A request for the first shard.
 pub(super) fn lease(owner: &str) -> LeaseRequest {
-    LeaseRequest::new(owner, LEASE)
+    LeaseRequest { shard: 0, owner: owner.into(), length: LEASE, read_bytes: 4 << 20 }
 }
 
 /// The session in an answer, which must have one.
