@@ -15,7 +15,7 @@ mod new;
 mod outgoing;
 pub(crate) mod pointer;
 mod trace;
-pub mod wire;
+pub(crate) mod wire;
 
 #[cfg(any(feature = "duties", feature = "rabbitmq"))]
 pub(crate) use self::hash::lane_id;

@@ -78,13 +78,6 @@ impl NewMessage {
         self
     }
 
-    /// Sets the content type.
-    #[must_use]
-    pub fn with_content_type(mut self, content_type: impl Into<String>) -> Self {
-        self.content_type = Some(content_type.into());
-        self
-    }
-
     /// Sets the message id, instead of a new UUID v7.
     #[must_use]
     pub fn with_id(mut self, id: Uuid) -> Self {

@@ -44,7 +44,10 @@ pub async fn many_messages_keep_their_order_and_every_part<F: Fixture>(trial: &T
             let mut message = match i % 3 {
                 0 => NewMessage::text("payments", "payment.created", format!(r#"{{"n":{i},"s":"ä\"😀"}}"#)),
                 1 => NewMessage::bytes("blobs", "blob.stored", vec![i, 0, 255]),
-                _ => NewMessage::bytes("blobs", "blob.empty", Vec::new()).with_content_type("image/png"),
+                _ => NewMessage {
+                    content_type: Some("image/png".to_owned()),
+                    ..NewMessage::bytes("blobs", "blob.empty", Vec::new())
+                },
             };
             if i % 4 != 0 {
                 message = message.with_key(format!("schlüssel \"{i}\" 'x' \\"));

@@ -249,7 +249,7 @@ pub(super) fn arrived(key: Option<&str>, payload: &str, id: &str) -> Message {
         id: Some(id.to_owned()),
         kind: Some("payment.created".to_owned()),
         source: Some("shop".to_owned()),
-        time: oncebox::message::wire::parse_time("2026-11-01T10:11:12.123456Z"),
+        time: Some("2026-11-01T10:11:12.123456Z".parse().unwrap()),
         content_type: Some("application/json".to_owned()),
         coordinates: Coordinates { place: "payments".to_owned(), partition: 3, offset: 41 },
     };
