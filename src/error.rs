@@ -6,7 +6,7 @@
 //!
 //! Not here: how a program prints errors and which exit code it returns (`app`).
 
-pub mod classify;
+pub(crate) mod classify;
 #[cfg(feature = "consumer")]
 mod hints;
 
@@ -19,14 +19,14 @@ use std::time::Duration;
 pub enum StoreError {
     /// A transient failure: deadlock, serialization failure, lock timeout, busy file. Retry the
     /// same work with jitter; no attempt is counted.
-    #[error("the database asks to try again: {}", classify::words(.0))]
+    #[error("the database asks to try again: {}", words(.0))]
     Busy(#[source] sqlx::Error),
     /// The database is away, starting, stopping, full, read-only or out of connections. Wait and
     /// retry; no attempt is counted.
-    #[error("the database is not available: {}", classify::words(.0))]
+    #[error("the database is not available: {}", words(.0))]
     Unavailable(#[source] sqlx::Error),
     /// The connection was lost during COMMIT. The outcome is unknown: find it out, never guess.
-    #[error("the outcome of a commit is unknown: {}", classify::words(.0))]
+    #[error("the outcome of a commit is unknown: {}", words(.0))]
     CommitUnknown(#[source] sqlx::Error),
     /// The lease, epoch or revision is another's now. End the session and change nothing.
     #[error("fenced: {0}")]
@@ -60,7 +60,7 @@ pub enum StoreError {
     #[error("unexpected data: {0}")]
     Corrupt(String),
     /// Any other error of the database.
-    #[error("{}", classify::words(.0))]
+    #[error("{}", words(.0))]
     Other(#[source] sqlx::Error),
 }
 
@@ -234,7 +234,7 @@ impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
         while let Some(cause) = next {
             // The sources of an error of sqlx are already part of its text.
             let of_database = cause.downcast_ref::<sqlx::Error>();
-            let text = of_database.map_or_else(|| cause.to_string(), classify::words);
+            let text = of_database.map_or_else(|| cause.to_string(), words);
             // If the text above holds this cause in sqlx's own form, the text of `words` replaces
             // it.
             message = of_database.map_or(message.clone(), |error| message.replace(&error.to_string(), &text));
@@ -264,6 +264,25 @@ pub trait Terminal<T> {
 impl<T, E: std::fmt::Display> Terminal<T> for Result<T, E> {
     fn terminal(self) -> Result<T, HandlerError> {
         self.map_err(HandlerError::terminal)
+    }
+}
+
+/// The text of an error: the database's own message and its code. The additions of sqlx are left
+/// out: that it is an error of a database, and for PostgreSQL the line in the server's source,
+/// which readers take for a line of the statement.
+#[must_use]
+pub fn words(error: &sqlx::Error) -> String {
+    match error {
+        sqlx::Error::Database(database) => classify::of_whom(database.as_ref()),
+        sqlx::Error::Io(error) if classify::is_untrusted_io(error) => format!(
+            "its certificate is not trusted ({error}); set `ca_file` to its authority, and use the host name that stands in it"
+        ),
+        sqlx::Error::Io(error) => error.to_string(),
+        sqlx::Error::Tls(error) => classify::of_tls(error.to_string(), sqlx_core::net::tls::available()),
+        sqlx::Error::Configuration(error) => error.to_string(),
+        sqlx::Error::Protocol(words) => words.clone(),
+        sqlx::Error::PoolTimedOut => "no connection was made or came free in time".to_owned(),
+        other => other.to_string(),
     }
 }
 

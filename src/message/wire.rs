@@ -19,7 +19,7 @@ pub(crate) struct Names {
     pub(crate) id: &'static str,
     /// The kind of the message.
     pub(crate) kind: &'static str,
-    /// The publisher.
+    /// Who has published the message.
     pub(crate) source: &'static str,
     /// When the message was enqueued.
     pub(crate) time: &'static str,

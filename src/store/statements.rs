@@ -12,12 +12,22 @@ use chrono::{DateTime, Utc};
 use crate::error::StoreError;
 use crate::store::base::Base;
 
-pub use named::Dialect;
 #[cfg(feature = "consumer")]
 pub(crate) use named::ends_transaction;
 #[cfg(feature = "postgres")]
 pub(crate) use named::first_word;
 pub(crate) use named::{Piece, names, split, written};
+
+/// How a database writes strings, names and comments.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dialect {
+    /// `E'..'` escapes, dollar quotes, nested comments, `::` casts.
+    Postgres,
+    /// Backslash escapes, backquotes, `#` comments.
+    MySql,
+    /// `[..]` and backquotes as names.
+    Sqlite,
+}
 
 /// A value to bind.
 #[derive(Clone, PartialEq, Eq)]
