@@ -20,11 +20,11 @@ mod publisher;
 mod signals;
 
 pub use self::{
-    connect::{AnyBroker, open_broker, open_store, open_store_with, require_schema, store_kind},
+    connect::{open_broker, open_store, open_store_with, store_kind},
     consumer::{HandlersByConsumer, run_consumers_with},
     exit::AppError,
     logging::{LogFormat, say, speak, start_logging},
-    program::{COMMON_OPTIONS, CommonArgs, run},
+    program::{CommonArgs, run},
     programs::{
         ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, program_commands, publisher, start,
     },

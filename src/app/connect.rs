@@ -17,11 +17,10 @@ use crate::error::{StoreError, redact};
 use crate::observe::{Health, PartState};
 use crate::store::Store;
 use crate::store::base::StoreOptions;
-use crate::store::schema::SchemaState;
 use crate::time::pace::Pace;
 
 /// A broker of any kind, behind its trait.
-pub type AnyBroker = Arc<dyn Broker>;
+pub(super) type AnyBroker = Arc<dyn Broker>;
 
 /// The kind of store of a URL: `postgres`, `mysql` or `sqlite`.
 pub fn store_kind(url: &str) -> Result<&'static str, AppError> {
@@ -121,12 +120,6 @@ pub async fn open_store_with<S: Store>(
             Err(error) => return Err(AppError::from(error).on(&name)),
         }
     }
-}
-
-/// Checks that the schema is the one that this program was built with.
-pub async fn require_schema<S: Store>(store: &S, settings: &Settings) -> Result<(), AppError> {
-    let required = store.schema().await.and_then(SchemaState::require);
-    required.map_err(|error| AppError::from(error).on(&redact(&settings.database.url.0)))
 }
 
 /// Waits for a server that is away: with a backoff, shown in the health, until a stop.

@@ -14,7 +14,7 @@ use super::connect::{AnyBroker, Wait, open_broker, open_store_with};
 use super::exit::AppError;
 use super::publisher::{close, ready};
 use crate::inbox::consumer::{Consumer, Handlers};
-use crate::inbox::sql_handler::SqlHandler;
+use crate::inbox::sql_handler::{SqlHandler, SqlSpec};
 use crate::observe::Health;
 use crate::store::Store;
 use crate::store::base::StoreOptions;
@@ -231,7 +231,7 @@ impl Run<'_> {
                     settings.name, on.handler
                 )));
             }
-            let spec = on.spec();
+            let spec = SqlSpec::from(on);
             let handler = loop {
                 match SqlHandler::prepare(store, spec.clone()).await {
                     Ok(handler) => break handler,

@@ -6,7 +6,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 
 use super::common::{CommonArgs, Output, run};
 use super::{audit, bench, config, consumers, dead, demo, doctor, keys, migrate, operations, queues, status};
-use oncebox::app::{AppError, COMMON_OPTIONS, ConsumerArgs, LogFormat, PublisherArgs, program_commands, speak};
+use oncebox::app::{AppError, ConsumerArgs, LogFormat, PublisherArgs, program_commands, speak};
 
 /// Exactly-once effects over at-least-once brokers.
 #[derive(Debug, Parser)]
@@ -15,7 +15,7 @@ struct OnceboxArgs {
     #[command(flatten)]
     common: CommonArgs,
     /// How data is printed; with `json` errors on stderr are JSON too, one object a line
-    #[arg(long, value_enum, default_value_t, global = true, help_heading = COMMON_OPTIONS)]
+    #[arg(long, value_enum, default_value_t, global = true, help_heading = "Common options")]
     output: Output,
     #[command(subcommand)]
     command: Command,

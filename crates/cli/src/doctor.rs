@@ -8,10 +8,10 @@ use clap::Args;
 use serde_json::json;
 
 use super::act::{refused, said};
-use super::common::{CommonArgs, Output, listed, plain};
+use super::common::{AnyBroker, CommonArgs, Output, listed, plain};
 use oncebox::adapter::{Announced, Versions, unreadable};
 use oncebox::app::config::{ConsumerSettings, Settings};
-use oncebox::app::{AnyBroker, AppError, open_broker, say};
+use oncebox::app::{AppError, open_broker, say};
 use oncebox::broker::Subscription;
 use oncebox::error::redact;
 use oncebox::operation::OperationName;

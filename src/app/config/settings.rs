@@ -385,11 +385,10 @@ pub struct OnSettings {
     pub optional: Vec<String>,
 }
 
-impl OnSettings {
-    /// The options of the sql handler.
-    #[must_use]
-    pub fn spec(&self) -> SqlSpec {
-        SqlSpec { statements: self.sql.clone(), params: self.params.clone(), optional: self.optional.clone() }
+/// The options of the sql handler.
+impl From<&OnSettings> for SqlSpec {
+    fn from(on: &OnSettings) -> Self {
+        Self { statements: on.sql.clone(), params: on.params.clone(), optional: on.optional.clone() }
     }
 }
 

@@ -7,9 +7,10 @@ use uuid::Uuid;
 
 use super::Load;
 use super::yard::ACCOUNTS;
+use crate::common::AnyBroker;
 use crate::sending::{outgoing, send_all};
+use oncebox::app::AppError;
 use oncebox::app::config::Settings;
-use oncebox::app::{AnyBroker, AppError};
 use oncebox::message::{NewMessage, OutgoingMessage};
 
 pub(super) const KIND: &str = "bench.row";
