@@ -28,6 +28,8 @@ use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
 use async_trait::async_trait;
+#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+use futures_util::future::BoxFuture;
 
 use crate::error::BrokerError;
 use crate::inbox::rules::horizon::TopicRetention;
@@ -142,6 +144,11 @@ pub trait Broker: Debug + Send + Sync {
         Err(BrokerError::Refused(format!("{} deletes no topics", self.name())))
     }
 }
+
+/// A broker's client without a session, for `bench`: sends these messages, and waits until each has
+/// arrived.
+#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+type Raw = Box<dyn Fn(Arc<Vec<OutgoingMessage>>) -> BoxFuture<'static, Result<(), BrokerError>> + Send + Sync>;
 
 /// The pause between two looks at a group or queue that has members and messages. It is many times
 /// longer than a working consumer needs to make progress.
