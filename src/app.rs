@@ -11,7 +11,7 @@ pub mod config;
 mod connect;
 mod consumer;
 mod exit;
-pub(crate) mod gauges;
+mod gauges;
 mod listen;
 mod logging;
 mod program;

@@ -385,6 +385,17 @@ pub struct OnSettings {
     pub optional: Vec<String>,
 }
 
+/// The subscription of the consumer, for commands that read the state of the broker.
+impl From<&ConsumerSettings> for Subscription {
+    fn from(consumer: &ConsumerSettings) -> Self {
+        Self {
+            group: consumer.group.clone(),
+            queues: consumer.queues.clone(),
+            ..Self::new(consumer.name.clone(), consumer.topics.clone())
+        }
+    }
+}
+
 /// The options of the sql handler.
 impl From<&OnSettings> for SqlSpec {
     fn from(on: &OnSettings) -> Self {
@@ -418,16 +429,6 @@ impl ConsumerSettings {
             drain: None,
             retry: RetryPolicy::default(),
             on: Vec::new(),
-        }
-    }
-
-    /// The subscription of the consumer, for commands that read the state of the broker.
-    #[must_use]
-    pub fn subscription(&self) -> Subscription {
-        Subscription {
-            group: self.group.clone(),
-            queues: self.queues.clone(),
-            ..Subscription::new(self.name.clone(), self.topics.clone())
         }
     }
 

@@ -71,10 +71,13 @@ impl Raw {
     pub(super) async fn open(settings: &Settings, broker: &AnyBroker, linger: Duration) -> Result<Self, AppError> {
         match broker.name() {
             #[cfg(feature = "kafka")]
-            "kafka" => Ok(Self::Client(oncebox::broker::kafka::KafkaBroker::new(settings.kafka()?)?.raw(linger)?)),
+            "kafka" => {
+                let broker = oncebox::broker::kafka::KafkaBroker::new(settings.try_into()?)?;
+                Ok(Self::Client(broker.raw(linger)?))
+            }
             #[cfg(feature = "rabbitmq")]
             "rabbitmq" => {
-                let broker = oncebox::broker::rabbitmq::RabbitBroker::new(settings.rabbitmq())?;
+                let broker = oncebox::broker::rabbitmq::RabbitBroker::new(settings.into())?;
                 Ok(Self::Client(broker.raw().await?))
             }
             _ => {
