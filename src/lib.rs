@@ -163,7 +163,6 @@ pub mod adapter {
         operation::port::stored::Columns,
         operation::rules::doubt::Look,
         operation::rules::versions::{Announced, Versions, unreadable},
-        operator::keys::nothing_stands,
     };
 }
 

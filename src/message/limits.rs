@@ -70,9 +70,9 @@ impl Limits {
     /// into its trace context.
     ///
     /// # Errors
-    /// The first broken limit by name: `trace`, `topic`, `key`, `kind`, `headers_max`, `header_name`,
-    /// `header_reserved`, `header_twice`, `header_value`, `headers_bytes_max`, `content_type`,
-    /// `message_bytes_max`.
+    /// The first broken limit by name: `trace`, `topic`, `key`, `kind`, `headers_max`,
+    /// `header_name`, `header_reserved`, `header_twice`, `header_value`, `headers_bytes_max`,
+    /// `content_type`, `message_bytes_max`.
     pub fn check(&self, message: &mut NewMessage) -> Result<(), LimitError> {
         message.settle_trace()?;
         self.check_topic(&message.topic)?;
