@@ -117,8 +117,9 @@ impl GapCursor {
     /// Takes the result of the statement: `pg_snapshot_xmin`, the positions of **all** rows in the
     /// order in which they came, and whether their number reached the LIMIT. `passes` means that
     /// none of these rows is of this shard and that no mark is under way. Such reads join one
-    /// batch, so any number of them needs no more memory than one. Any error ends the session, and a
-    /// new one starts from what is persisted: the server on which this one began cannot answer so.
+    /// batch, so any number of them needs no more memory than one. Any error ends the session, and
+    /// a new one starts from what is persisted: the server on which this one began cannot answer
+    /// so.
     pub(crate) fn on_read(
         &mut self,
         xmin: u64,
