@@ -20,7 +20,7 @@ pub(crate) mod wire;
 #[cfg(any(feature = "duties", feature = "rabbitmq"))]
 pub(crate) use self::hash::lane_id;
 pub use self::{
-    arrived::{Arrived, Coordinates, Message, Unusable},
+    arrived::{Arrived, Coordinates, Message},
     hash::{ContentHash, bucket, content_hash},
     identity::{IdRule, MessageId, identity},
     limits::Limits,

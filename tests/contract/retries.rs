@@ -41,7 +41,7 @@ async fn waiting<S: Sql>(world: &World<S>, names: &[&str], tries: u32) {
     let arrived = oncebox::broker::Broker::read_all(&world.broker, "t").await.unwrap();
     let mut keys = std::collections::HashSet::new();
     for arrived in arrived {
-        let message = oncebox::Message::identify(arrived, &oncebox::message::IdRule::Envelope, "1", true).unwrap();
+        let message = oncebox::Message::identify(arrived, &oncebox::message::IdRule::Envelope, "1", true).0;
         let park_as = if keys.insert(message.key.clone()) { ParkAs::Due(Duration::ZERO) } else { ParkAs::Behind };
         let mut tx = world.store.begin(consumer).await.unwrap();
         tx.admit(&[InboxEntry { id: message.id, hash: message.content_hash() }]).await.unwrap();

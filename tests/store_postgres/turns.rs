@@ -43,7 +43,7 @@ pub(crate) fn message(key: &str, id: Uuid) -> Message {
         content_type: None,
         coordinates: Coordinates { place: "payments".to_owned(), partition: 0, offset: 1 },
     };
-    Message::identify(arrived, &IdRule::Envelope, "", true).unwrap()
+    Message::identify(arrived, &IdRule::Envelope, "", true).0
 }
 
 fn scope() -> Scope {

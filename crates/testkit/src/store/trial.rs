@@ -253,7 +253,7 @@ pub(super) fn arrived(key: Option<&str>, payload: &str, id: &str) -> Message {
         content_type: Some("application/json".to_owned()),
         coordinates: Coordinates { place: "payments".to_owned(), partition: 3, offset: 41 },
     };
-    Message::identify(arrived, &IdRule::Envelope, "", true).unwrap()
+    Message::identify(arrived, &IdRule::Envelope, "", true).0
 }
 
 /// An inbox entry of a message.
