@@ -25,9 +25,7 @@ pub use self::{
     exit::AppError,
     logging::{LogFormat, say, speak, start_logging},
     program::{CommonArgs, run},
-    programs::{
-        ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, program_commands, publisher, start,
-    },
+    programs::{ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, publisher, start},
     publisher::run_publisher_with,
     signals::stop_on_signals,
 };
