@@ -11,7 +11,7 @@ pub mod config;
 mod connect;
 mod consumer;
 mod exit;
-pub(crate) mod gauges;
+mod gauges;
 mod listen;
 mod logging;
 mod program;
@@ -20,14 +20,12 @@ mod publisher;
 mod signals;
 
 pub use self::{
-    connect::{AnyBroker, open_broker, open_store, open_store_with, require_schema, store_kind},
+    connect::{open_broker, open_store, open_store_with, store_kind},
     consumer::{HandlersByConsumer, run_consumers_with},
     exit::AppError,
     logging::{LogFormat, say, speak, start_logging},
-    program::{COMMON_OPTIONS, CommonArgs, run},
-    programs::{
-        ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, program_commands, publisher, start,
-    },
+    program::{CommonArgs, run},
+    programs::{ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, publisher, start},
     publisher::run_publisher_with,
     signals::stop_on_signals,
 };

@@ -24,10 +24,12 @@ pub(crate) mod share;
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
 use async_trait::async_trait;
+#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+use futures_util::future::BoxFuture;
 
 use crate::error::BrokerError;
 use crate::inbox::rules::horizon::TopicRetention;
@@ -143,6 +145,11 @@ pub trait Broker: Debug + Send + Sync {
         Err(BrokerError::Refused(format!("{} deletes no topics", self.name())))
     }
 }
+
+/// A broker's client without a session, for `bench`: sends these messages, and waits until each has
+/// arrived.
+#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+type Raw = Box<dyn Fn(Arc<Vec<OutgoingMessage>>) -> BoxFuture<'static, Result<(), BrokerError>> + Send + Sync>;
 
 /// The pause between two looks at a group or queue that has members and messages. It is many times
 /// longer than a working consumer needs to make progress.
@@ -281,24 +288,11 @@ pub enum Event {
         sources: Vec<PartitionId>,
         /// True if another process has them already: nothing can be acknowledged.
         lost: bool,
-        /// The runtime drops it when it has finished; the adapter waits at most the drain time.
-        done: RevokeGuard,
+        /// The runtime drops it, with its clones, when it has finished, and sends nothing. The
+        /// adapter waits on the receiver, at most the drain time, until it says that it is
+        /// disconnected; where sources are lost, nobody waits.
+        done: SyncSender<()>,
     },
-}
-
-/// Tells the adapter, when its last clone is dropped, that the runtime is done with revoked
-/// sources.
-#[derive(Debug, Clone)]
-pub struct RevokeGuard(#[allow(dead_code, reason = "it acts when it is dropped")] SyncSender<()>);
-
-impl RevokeGuard {
-    /// A guard, and the receiver to wait on: `recv_timeout` says that it is disconnected when the
-    /// guard is dropped. Where sources are lost, nobody waits.
-    #[must_use]
-    pub fn pair() -> (Self, Receiver<()>) {
-        let (sender, receiver) = sync_channel(1);
-        (Self(sender), receiver)
-    }
 }
 
 /// Where a source of a log begins.

@@ -1,12 +1,12 @@
-//! The errors of stores, brokers and handlers, named by what the caller does next; and the error of
-//! a value that cannot be used.
+//! The errors of stores, brokers and handlers, named by what the caller does next; how relays and
+//! consumers end; and the error of a value that cannot be used.
 //!
 //! Guarantees: adapters classify errors, so no code above them matches on an error of sqlx,
 //! librdkafka or lapin; no error text contains a password (URLs are printed by [`redact`]).
 //!
 //! Not here: how a program prints errors and which exit code it returns (`app`).
 
-pub mod classify;
+pub(crate) mod classify;
 #[cfg(feature = "consumer")]
 mod hints;
 
@@ -19,14 +19,14 @@ use std::time::Duration;
 pub enum StoreError {
     /// A transient failure: deadlock, serialization failure, lock timeout, busy file. Retry the
     /// same work with jitter; no attempt is counted.
-    #[error("the database asks to try again: {}", classify::words(.0))]
+    #[error("the database asks to try again: {}", words(.0))]
     Busy(#[source] sqlx::Error),
     /// The database is away, starting, stopping, full, read-only or out of connections. Wait and
     /// retry; no attempt is counted.
-    #[error("the database is not available: {}", classify::words(.0))]
+    #[error("the database is not available: {}", words(.0))]
     Unavailable(#[source] sqlx::Error),
     /// The connection was lost during COMMIT. The outcome is unknown: find it out, never guess.
-    #[error("the outcome of a commit is unknown: {}", classify::words(.0))]
+    #[error("the outcome of a commit is unknown: {}", words(.0))]
     CommitUnknown(#[source] sqlx::Error),
     /// The lease, epoch or revision is another's now. End the session and change nothing.
     #[error("fenced: {0}")]
@@ -60,7 +60,7 @@ pub enum StoreError {
     #[error("unexpected data: {0}")]
     Corrupt(String),
     /// Any other error of the database.
-    #[error("{}", classify::words(.0))]
+    #[error("{}", words(.0))]
     Other(#[source] sqlx::Error),
 }
 
@@ -135,13 +135,45 @@ pub enum BrokerError {
     Session(String),
 }
 
+/// How a relay or a consumer ended without an error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RunEnd {
+    /// The stop was requested.
+    Stopped,
+    /// Nothing was left to do, and `until_empty` or `until_idle` is set.
+    Idle,
+}
+
+/// Why a relay or a consumer has to end and needs a person.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RunError {
+    /// The database refuses, or fails in a way that only a person can repair.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The broker refuses, or fails in a way that only a person can repair.
+    #[error(transparent)]
+    Broker(#[from] BrokerError),
+    /// The inbox of a consumer would forget ids of messages that can still come.
+    #[error("consumer `{consumer}`: {why}")]
+    Horizon {
+        /// The name of the consumer whose horizon is too short.
+        consumer: String,
+        /// Which messages can still come, and for how long.
+        why: String,
+    },
+}
+
 /// The error that a handler returns. `?` turns any error into a retryable one, or into a transient
 /// one if its code says so.
 #[derive(Debug)]
 pub struct HandlerError {
-    message: String,
-    terminal: bool,
-    retry_after: Option<Duration>,
+    /// The text of the handler's error.
+    pub message: String,
+    /// Whether a retry is pointless: the message becomes dead at once.
+    pub terminal: bool,
+    /// The time after which the handler asked to be tried again.
+    pub retry_after: Option<Duration>,
     transient: bool,
     #[cfg(feature = "consumer")]
     hints: hints::Hints,
@@ -175,28 +207,10 @@ impl HandlerError {
         Self { transient: true, ..Self::retryable(error) }
     }
 
-    /// Whether a retry is pointless.
-    #[must_use]
-    pub fn is_terminal(&self) -> bool {
-        self.terminal
-    }
-
     /// Whether the failure is transient (R27).
     #[must_use]
     pub fn is_transient(&self) -> bool {
         self.transient
-    }
-
-    /// The time after which the handler asked to be tried again.
-    #[must_use]
-    pub fn after(&self) -> Option<Duration> {
-        self.retry_after
-    }
-
-    /// The text of the handler's error.
-    #[must_use]
-    pub fn message(&self) -> &str {
-        &self.message
     }
 }
 
@@ -220,7 +234,7 @@ impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
         while let Some(cause) = next {
             // The sources of an error of sqlx are already part of its text.
             let of_database = cause.downcast_ref::<sqlx::Error>();
-            let text = of_database.map_or_else(|| cause.to_string(), classify::words);
+            let text = of_database.map_or_else(|| cause.to_string(), words);
             // If the text above holds this cause in sqlx's own form, the text of `words` replaces
             // it.
             message = of_database.map_or(message.clone(), |error| message.replace(&error.to_string(), &text));
@@ -250,6 +264,25 @@ pub trait Terminal<T> {
 impl<T, E: std::fmt::Display> Terminal<T> for Result<T, E> {
     fn terminal(self) -> Result<T, HandlerError> {
         self.map_err(HandlerError::terminal)
+    }
+}
+
+/// The text of an error: the database's own message and its code. The additions of sqlx are left
+/// out: that it is an error of a database, and for PostgreSQL the line in the server's source,
+/// which readers take for a line of the statement.
+#[must_use]
+pub fn words(error: &sqlx::Error) -> String {
+    match error {
+        sqlx::Error::Database(database) => classify::of_whom(database.as_ref()),
+        sqlx::Error::Io(error) if classify::is_untrusted_io(error) => format!(
+            "its certificate is not trusted ({error}); set `ca_file` to its authority, and use the host name that stands in it"
+        ),
+        sqlx::Error::Io(error) => error.to_string(),
+        sqlx::Error::Tls(error) => classify::of_tls(error.to_string(), sqlx_core::net::tls::available()),
+        sqlx::Error::Configuration(error) => error.to_string(),
+        sqlx::Error::Protocol(words) => words.clone(),
+        sqlx::Error::PoolTimedOut => "no connection was made or came free in time".to_owned(),
+        other => other.to_string(),
     }
 }
 
@@ -330,9 +363,9 @@ mod tests {
     #[test]
     fn any_error_is_retryable_unless_it_says_terminal() {
         let error: HandlerError = std::io::Error::other("x").into();
-        assert!(!error.is_terminal() && !error.is_transient());
-        assert!(HandlerError::terminal("x").is_terminal());
+        assert!(!error.terminal && !error.is_transient());
+        assert!(HandlerError::terminal("x").terminal);
         let parsed: Result<i32, _> = "a".parse::<i32>().terminal();
-        assert!(parsed.is_err_and(|error| error.is_terminal()));
+        assert!(parsed.is_err_and(|error| error.terminal));
     }
 }

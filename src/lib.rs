@@ -148,8 +148,6 @@ mod properties;
 /// services, and may change with every version.
 #[doc(hidden)]
 pub mod adapter {
-    #[cfg(feature = "programs")]
-    pub use crate::app::gauges::keep_gauges;
     #[cfg(feature = "duties")]
     pub use crate::time::lease::Lease;
     pub use crate::{
@@ -165,13 +163,12 @@ pub mod adapter {
         operation::port::stored::Columns,
         operation::rules::doubt::Look,
         operation::rules::versions::{Announced, Versions, unreadable},
-        operator::keys::nothing_stands,
     };
 }
 
 pub use self::{
-    error::{BrokerError, HandlerError, LimitError, StoreError},
-    inbox::rules::horizon::{Horizon, TopicRetention},
+    error::{BrokerError, HandlerError, LimitError, RunEnd, RunError, StoreError},
+    inbox::rules::horizon::TopicRetention,
     message::{Message, NewMessage},
     outbox::enqueue::{commit, enqueue, enqueue_all},
     time::breaker::BreakerOptions,
@@ -185,12 +182,12 @@ pub use async_trait::async_trait;
 pub use email::sender;
 #[cfg(feature = "consumer")]
 pub use inbox::{
-    consumer::{Consumer, ConsumerEnd, ConsumerOptions, Handlers, Unhandled},
+    consumer::{Consumer, ConsumerOptions, Handlers, Unhandled},
     handler::{BatchMessageHandler, HandlerTx, MessageHandler},
     sql_handler::{SqlHandler, SqlSpec},
 };
 #[cfg(feature = "relay")]
-pub use outbox::relay::{Relay, RelayEnd, RelayError, RelayOptions};
+pub use outbox::relay::{Relay, RelayOptions};
 pub use sqlx;
 
 /// The code of the README, compiled with the documentation tests.

@@ -15,12 +15,12 @@ mod new;
 mod outgoing;
 pub(crate) mod pointer;
 mod trace;
-pub mod wire;
+pub(crate) mod wire;
 
 #[cfg(any(feature = "duties", feature = "rabbitmq"))]
 pub(crate) use self::hash::lane_id;
 pub use self::{
-    arrived::{Arrived, Coordinates, Message, Unusable},
+    arrived::{Arrived, Coordinates, Message},
     hash::{ContentHash, bucket, content_hash},
     identity::{IdRule, MessageId, identity},
     limits::Limits,

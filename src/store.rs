@@ -59,9 +59,9 @@ pub use crate::{
     },
     outbox::port::{
         Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow,
-        ReadBatch, RelaySession, RequestedAct,
+        ReadBatch, RelaySession,
     },
-    store::statements::{Dialect, SetError, SqlValue, Statements},
+    store::statements::{Dialect, SqlValue, Statements},
 };
 pub use crate::{
     observe::{Finding, Severity},

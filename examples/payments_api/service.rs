@@ -217,7 +217,7 @@ pub(crate) fn unwritten(error: &(dyn std::error::Error + 'static)) -> Response {
 /// What an error says; one of the database in the database's own words.
 fn words(error: &(dyn std::error::Error + 'static)) -> String {
     let of_database = error.downcast_ref::<oncebox::sqlx::Error>();
-    of_database.map_or_else(|| error.to_string(), oncebox::error::classify::words)
+    of_database.map_or_else(|| error.to_string(), oncebox::error::words)
 }
 
 async fn ready<S: Books>(State(app): State<App<S>>) -> Response {

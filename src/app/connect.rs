@@ -11,17 +11,20 @@ use tokio_util::sync::CancellationToken;
 use super::config::Settings;
 use super::exit::AppError;
 use crate::broker::Broker;
+#[cfg(feature = "kafka")]
+use crate::broker::kafka::{KafkaBroker, KafkaConfig};
+#[cfg(feature = "rabbitmq")]
+use crate::broker::rabbitmq::{RabbitBroker, RabbitConfig};
 #[cfg(any(feature = "kafka", feature = "rabbitmq", feature = "embedded"))]
 use crate::error::BrokerError;
 use crate::error::{StoreError, redact};
 use crate::observe::{Health, PartState};
 use crate::store::Store;
 use crate::store::base::StoreOptions;
-use crate::store::schema::SchemaState;
 use crate::time::pace::Pace;
 
 /// A broker of any kind, behind its trait.
-pub type AnyBroker = Arc<dyn Broker>;
+pub(super) type AnyBroker = Arc<dyn Broker>;
 
 /// The kind of store of a URL: `postgres`, `mysql` or `sqlite`.
 pub fn store_kind(url: &str) -> Result<&'static str, AppError> {
@@ -123,12 +126,6 @@ pub async fn open_store_with<S: Store>(
     }
 }
 
-/// Checks that the schema is the one that this program was built with.
-pub async fn require_schema<S: Store>(store: &S, settings: &Settings) -> Result<(), AppError> {
-    let required = store.schema().await.and_then(SchemaState::require);
-    required.map_err(|error| AppError::from(error).on(&redact(&settings.database.url.0)))
-}
-
 /// Waits for a server that is away: with a backoff, shown in the health, until a stop.
 #[derive(Debug)]
 pub(super) struct Wait<'a> {
@@ -199,17 +196,16 @@ async fn open_named(settings: &Settings) -> Result<AnyBroker, AppError> {
     exists("broker.ca_file", settings.broker.ca_file.as_deref())?;
     match scheme {
         #[cfg(feature = "kafka")]
-        "kafka" | "kafkas" => settings
-            .kafka()
-            .and_then(crate::broker::kafka::KafkaBroker::new)
+        "kafka" | "kafkas" => KafkaConfig::try_from(settings)
+            .and_then(KafkaBroker::new)
             .map(|broker| Arc::new(broker) as AnyBroker)
             .map_err(wrong_setting),
         #[cfg(not(feature = "kafka"))]
         "kafka" | "kafkas" => Err(missing_feature("kafka")),
         #[cfg(feature = "rabbitmq")]
-        "amqp" | "amqps" => crate::broker::rabbitmq::RabbitBroker::new(settings.rabbitmq())
-            .map(|broker| Arc::new(broker) as AnyBroker)
-            .map_err(wrong_setting),
+        "amqp" | "amqps" => {
+            RabbitBroker::new(settings.into()).map(|broker| Arc::new(broker) as AnyBroker).map_err(wrong_setting)
+        }
         #[cfg(not(feature = "rabbitmq"))]
         "amqp" | "amqps" => Err(missing_feature("rabbitmq")),
         #[cfg(feature = "embedded")]
@@ -246,16 +242,17 @@ fn missing_feature(feature: &str) -> AppError {
     AppError::usage(format!("this program was built without the feature `{feature}` that the broker URL needs"))
 }
 
-#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
-impl Settings {
-    /// The configuration of Kafka from these settings.
-    #[cfg(feature = "kafka")]
-    pub fn kafka(&self) -> Result<crate::broker::kafka::KafkaConfig, BrokerError> {
-        let from = &self.broker.kafka;
-        let mut config = crate::broker::kafka::KafkaConfig::from_url(&self.broker.url.0)?;
-        config.source.clone_from(&self.publisher.source);
-        config.ca_file.clone_from(&self.broker.ca_file);
-        config.in_flight_bytes_max = self.broker.in_flight_bytes_max;
+/// The configuration of Kafka from the settings.
+#[cfg(feature = "kafka")]
+impl TryFrom<&Settings> for KafkaConfig {
+    type Error = BrokerError;
+
+    fn try_from(settings: &Settings) -> Result<Self, BrokerError> {
+        let from = &settings.broker.kafka;
+        let mut config = Self::from_url(&settings.broker.url.0)?;
+        config.source.clone_from(&settings.publisher.source);
+        config.ca_file.clone_from(&settings.broker.ca_file);
+        config.in_flight_bytes_max = settings.broker.in_flight_bytes_max;
         config.create_topics = from.create_topics;
         config.partitions = from.partitions;
         config.replication = from.replication;
@@ -272,16 +269,17 @@ impl Settings {
         }
         Ok(config)
     }
+}
 
-    /// The configuration of RabbitMQ from these settings.
-    #[cfg(feature = "rabbitmq")]
-    #[must_use]
-    pub fn rabbitmq(&self) -> crate::broker::rabbitmq::RabbitConfig {
-        let from = &self.broker.rabbitmq;
-        let mut config = crate::broker::rabbitmq::RabbitConfig::new(self.broker.url.0.clone());
-        config.source.clone_from(&self.publisher.source);
-        config.ca_file.clone_from(&self.broker.ca_file);
-        config.in_flight_bytes_max = self.broker.in_flight_bytes_max;
+/// The configuration of RabbitMQ from the settings.
+#[cfg(feature = "rabbitmq")]
+impl From<&Settings> for RabbitConfig {
+    fn from(settings: &Settings) -> Self {
+        let from = &settings.broker.rabbitmq;
+        let mut config = Self::new(settings.broker.url.0.clone());
+        config.source.clone_from(&settings.publisher.source);
+        config.ca_file.clone_from(&settings.broker.ca_file);
+        config.in_flight_bytes_max = settings.broker.in_flight_bytes_max;
         config.exchange.clone_from(&from.exchange);
         config.alternate_exchange.clone_from(&from.alternate_exchange);
         config.pipeline_per_key = from.pipeline_per_key;

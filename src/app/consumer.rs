@@ -13,8 +13,9 @@ use super::config::{ConsumerSettings, Settings};
 use super::connect::{AnyBroker, Wait, open_broker, open_store_with};
 use super::exit::AppError;
 use super::publisher::{close, ready};
+use crate::broker::Subscription;
 use crate::inbox::consumer::{Consumer, Handlers};
-use crate::inbox::sql_handler::SqlHandler;
+use crate::inbox::sql_handler::{SqlHandler, SqlSpec};
 use crate::observe::Health;
 use crate::store::Store;
 use crate::store::base::StoreOptions;
@@ -79,7 +80,7 @@ fn require_apart(consumers: &[ConsumerSettings], broker_url: &str) -> Result<(),
     let has_queues = broker_url.starts_with("amqp");
     let (mut names, mut taken) = (BTreeSet::new(), BTreeMap::new());
     for consumer in consumers {
-        let (name, subscription) = (&consumer.name, consumer.subscription());
+        let (name, subscription) = (&consumer.name, Subscription::from(consumer));
         if !names.insert(name) {
             return Err(AppError::usage(format!(
                 "two [[consumer]] have the name `{name}`; a name is one consumer with one set of topics: \
@@ -231,7 +232,7 @@ impl Run<'_> {
                     settings.name, on.handler
                 )));
             }
-            let spec = on.spec();
+            let spec = SqlSpec::from(on);
             let handler = loop {
                 match SqlHandler::prepare(store, spec.clone()).await {
                     Ok(handler) => break handler,

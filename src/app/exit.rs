@@ -2,9 +2,7 @@
 
 use std::process::ExitCode;
 
-use crate::error::{BrokerError, StoreError};
-use crate::inbox::consumer::ConsumerError;
-use crate::outbox::relay::RelayError;
+use crate::error::{BrokerError, RunError, StoreError};
 
 /// The result of a program, for scripts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,21 +84,12 @@ impl From<BrokerError> for AppError {
     }
 }
 
-impl From<RelayError> for AppError {
-    fn from(error: RelayError) -> Self {
+impl From<RunError> for AppError {
+    fn from(error: RunError) -> Self {
         match error {
-            RelayError::Store(error) => error.into(),
-            RelayError::Broker(error) => error.into(),
-        }
-    }
-}
-
-impl From<ConsumerError> for AppError {
-    fn from(error: ConsumerError) -> Self {
-        match error {
-            ConsumerError::Store(error) => error.into(),
-            ConsumerError::Broker(error) => error.into(),
-            error @ ConsumerError::Horizon { .. } => Self::refused(error.to_string()),
+            RunError::Store(error) => error.into(),
+            RunError::Broker(error) => error.into(),
+            error @ RunError::Horizon { .. } => Self::refused(error.to_string()),
         }
     }
 }

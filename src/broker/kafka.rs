@@ -35,10 +35,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
-pub use self::{
-    config::{KafkaConfig, SaslMechanism},
-    raw::RawProducer,
-};
+pub use self::config::{KafkaConfig, SaslMechanism};
 
 use super::{Broker, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;

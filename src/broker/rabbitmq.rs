@@ -30,7 +30,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use tokio::sync::OnceCell;
 
-pub use self::{config::RabbitConfig, raw::RawPublisher, repartition::Repartition};
+pub use self::{config::RabbitConfig, repartition::Repartition};
 
 use self::config::Known;
 use self::cuts::Cuts;

@@ -23,28 +23,9 @@ pub(crate) fn is_transient(error: &sqlx::Error) -> bool {
     transient(error).is_some()
 }
 
-/// The text of an error: the database's own message and its code. The additions of sqlx are left
-/// out: that it is an error of a database, and for PostgreSQL the line in the server's source,
-/// which readers take for a line of the statement.
-#[must_use]
-pub fn words(error: &sqlx::Error) -> String {
-    match error {
-        sqlx::Error::Database(database) => of_whom(database.as_ref()),
-        sqlx::Error::Io(error) if is_untrusted_io(error) => format!(
-            "its certificate is not trusted ({error}); set `ca_file` to its authority, and use the host name that stands in it"
-        ),
-        sqlx::Error::Io(error) => error.to_string(),
-        sqlx::Error::Tls(error) => of_tls(error.to_string(), sqlx_core::net::tls::available()),
-        sqlx::Error::Configuration(error) => error.to_string(),
-        sqlx::Error::Protocol(words) => words.clone(),
-        sqlx::Error::PoolTimedOut => "no connection was made or came free in time".to_owned(),
-        other => other.to_string(),
-    }
-}
-
 /// The error of a connection that needs TLS. `is_built` says whether sqlx was built with it, by a
 /// feature of ours or by one that the service asks of its own sqlx.
-fn of_tls(said: String, is_built: bool) -> String {
+pub(super) fn of_tls(said: String, is_built: bool) -> String {
     if is_built {
         said
     } else {
@@ -53,7 +34,7 @@ fn of_tls(said: String, is_built: bool) -> String {
 }
 
 /// The message and the code of a database.
-fn of_whom(error: &dyn DatabaseError) -> String {
+pub(super) fn of_whom(error: &dyn DatabaseError) -> String {
     let message = error.message();
     #[cfg(feature = "mysql")]
     if let Some(error) = error.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
@@ -94,7 +75,7 @@ pub(crate) fn is_untrusted(error: &sqlx::Error) -> bool {
 
 /// Whether rustls refused the certificate. Its words are compared and not its type, because a
 /// service may bring the rustls of its own sqlx where the feature `tls` is off.
-fn is_untrusted_io(error: &std::io::Error) -> bool {
+pub(super) fn is_untrusted_io(error: &std::io::Error) -> bool {
     error.to_string().starts_with("invalid peer certificate")
 }
 
@@ -238,6 +219,7 @@ fn limit_of(error: &sqlx::Error) -> Option<LimitError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::words;
 
     // Shown to fail: by leaving the text unchanged; by removing the end of every text as a line.
     #[test]

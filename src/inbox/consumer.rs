@@ -47,7 +47,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::broker::{Broker, Subscription};
-use crate::error::{BrokerError, StoreError};
+use crate::error::{BrokerError, RunEnd, RunError};
 use crate::inbox::port::waiting::Scope;
 use crate::inbox::port::{ConsumerId, ConsumerSpec};
 use crate::observe::{self, Health, PartState};
@@ -62,15 +62,6 @@ use handlers::ByKind;
 
 use crate::time::pace::{Pace, sleep_unless};
 use solo::Solo;
-
-/// The reason why a consumer ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ConsumerEnd {
-    /// The stop was requested.
-    Stopped,
-    /// Nothing was left to do for as long as `until_idle` says.
-    Idle,
-}
 
 /// A consumer with one name, on one store and one broker.
 #[derive(Debug, Clone)]
@@ -143,18 +134,18 @@ impl Consumer {
     /// # Cancel safety
     /// If the future is dropped, running messages are not acknowledged and come again. Prefer the
     /// token.
-    pub fn run(&self, stop: CancellationToken) -> BoxFuture<'_, Result<ConsumerEnd, ConsumerError>> {
+    pub fn run(&self, stop: CancellationToken) -> BoxFuture<'_, Result<RunEnd, RunError>> {
         // Boxed, so that this code is compiled with the library and not again in each program.
         Box::pin(self.work(stop))
     }
 
-    async fn work(&self, stop: CancellationToken) -> Result<ConsumerEnd, ConsumerError> {
+    async fn work(&self, stop: CancellationToken) -> Result<RunEnd, RunError> {
         let shared = &self.0;
         shared.options.check()?;
         shared.health.set(&shared.part, PartState::Starting);
         observe::consumer_starts(&shared.options.name, &shared.options.topics);
         let consumer = tokio::select! {
-            () = stop.cancelled() => return Ok(ConsumerEnd::Stopped),
+            () = stop.cancelled() => return Ok(RunEnd::Stopped),
             registered = shared.register() => registered?,
         };
         let (beside, abandon) = (stop.child_token(), CancellationToken::new());
@@ -175,7 +166,7 @@ impl Consumer {
         let announcer = shared.keep_up("announcer", &beside, |shared, stop| async move {
             hint::announce(&*shared.store, &stop).await;
         });
-        let mut end = Ok(ConsumerEnd::Stopped);
+        let mut end = Ok(RunEnd::Stopped);
         let serve = async {
             end = shared.serve(consumer, &stop).await;
             beside.cancel();
@@ -204,27 +195,7 @@ impl Consumer {
 /// The pause before a task that panicked starts again.
 const AFTER_DISORDER: Duration = Duration::from_secs(1);
 
-/// Why a consumer ended with an error.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum ConsumerError {
-    /// The database refuses, or fails in a way that only a person can repair.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// The broker refuses, or fails in a way that only a person can repair.
-    #[error(transparent)]
-    Broker(#[from] BrokerError),
-    /// The inbox would forget ids of messages that can still come.
-    #[error("consumer `{consumer}`: {why}")]
-    Horizon {
-        /// The name of the consumer whose horizon is too short.
-        consumer: String,
-        /// Which messages can still come, and for how long.
-        why: String,
-    },
-}
-
-impl ConsumerError {
+impl RunError {
     /// Whether the error may end by itself.
     fn is_away(&self) -> bool {
         match self {
@@ -261,7 +232,7 @@ impl Shared {
     }
 
     /// Registers the consumer, and checks its horizon. Waits for a database or broker that is away.
-    async fn register(&self) -> Result<ConsumerId, ConsumerError> {
+    async fn register(&self) -> Result<ConsumerId, RunError> {
         let mut spec = ConsumerSpec {
             name: self.options.name.clone(),
             id_rule: self.options.id_rule_text(),
@@ -287,15 +258,11 @@ impl Shared {
 
     /// Subscribes, and subscribes again after each error of a subscriber. Messages that were not
     /// acknowledged come again.
-    async fn serve(
-        self: &Arc<Self>,
-        consumer: ConsumerId,
-        stop: &CancellationToken,
-    ) -> Result<ConsumerEnd, ConsumerError> {
+    async fn serve(self: &Arc<Self>, consumer: ConsumerId, stop: &CancellationToken) -> Result<RunEnd, RunError> {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
         loop {
             if stop.is_cancelled() {
-                return Ok(ConsumerEnd::Stopped);
+                return Ok(RunEnd::Stopped);
             }
             let error = match self.broker.subscriber(&subscription(&self.options)).await {
                 Ok(subscriber) => {
@@ -316,7 +283,7 @@ impl Shared {
             }
             self.health.set(&self.part, PartState::Waiting(error.to_string()));
             if !pace.wait(stop).await {
-                return Ok(ConsumerEnd::Stopped);
+                return Ok(RunEnd::Stopped);
             }
         }
     }

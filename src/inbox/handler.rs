@@ -72,7 +72,7 @@ pub trait MessageHandler<S: Store>: Send + Sync {
     ///
     /// # Errors
     /// After any error nothing that was written through `tx` stays. The message is tried again
-    /// under the retry policy of the consumer, except after [`HandlerError::terminal`].
+    /// under the retry policy of the consumer, except after [`HandlerError::terminal()`].
     async fn handle(&self, message: &Message, tx: &mut HandlerTx<'_, S>) -> Result<(), HandlerError>;
 }
 

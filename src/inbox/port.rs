@@ -6,7 +6,6 @@
 //! message whose row was purged seems new, but the same transaction also finds it too old (R31,
 //! G8).
 
-mod consumer;
 pub(crate) mod waiting;
 
 use std::any::Any;
@@ -18,7 +17,6 @@ use std::time::Duration;
 use async_trait::async_trait;
 use uuid::Uuid;
 
-pub use self::consumer::{ConsumerId, ConsumerSpec};
 use crate::error::StoreError;
 use crate::inbox::rules::horizon::Bounds;
 use crate::inbox::rules::position::Position;
@@ -30,6 +28,37 @@ use crate::time::db_time::DbTime;
 pub(crate) fn of_type<C: Any>(connection: &mut (dyn Any + Send)) -> Result<&mut C, StoreError> {
     let connection = connection.downcast_mut();
     connection.ok_or_else(|| StoreError::Refused("the handler writes through another kind of database".to_owned()))
+}
+
+/// A consumer's number in this database.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ConsumerId(pub i32);
+
+/// How a consumer is registered.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConsumerSpec {
+    /// The name of the consumer, unique in the database.
+    pub name: String,
+    /// Its id rule as text, stored at the first start; another one is refused unless `accept` is
+    /// set (R31).
+    pub id_rule: String,
+    /// The operator accepts a changed id rule.
+    pub accept: bool,
+}
+
+impl ConsumerSpec {
+    /// Whether the stored id rule is to be replaced by this one. It is refused unless `accept` is
+    /// set.
+    pub(crate) fn changes(&self, stored: &str) -> Result<bool, StoreError> {
+        if stored == self.id_rule || self.accept {
+            return Ok(stored != self.id_rule);
+        }
+        Err(StoreError::Refused(format!(
+            "consumer `{}` started with the id rule `{stored}`, now it is `{}`: the inbox would not know old messages again, \
+             and what comes again would run again; put the rule back, or start once with `consumer --accept`",
+            self.name, self.id_rule
+        )))
+    }
 }
 
 /// One message to admit.
@@ -159,7 +188,7 @@ pub(crate) fn time_in_id(id: MessageId) -> Option<DbTime> {
 /// The smallest id that carries this time: every smaller v7 id carries an earlier time.
 pub(crate) fn first_id_at(time: DbTime) -> MessageId {
     // A v7 id begins with its milliseconds in 48 bits.
-    MessageId::from_uuid(Uuid::from_u128(u128::try_from(time.millis()).unwrap_or(0).min((1 << 48) - 1) << 80))
+    MessageId::from(Uuid::from_u128(u128::try_from(time.millis()).unwrap_or(0).min((1 << 48) - 1) << 80))
 }
 
 /// Duty: consumers, inbox rows, attempts.

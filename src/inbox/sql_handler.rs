@@ -13,7 +13,7 @@ use crate::error::{HandlerError, StoreError};
 use crate::inbox::handler::{BatchMessageHandler, HandlerTx, MessageHandler};
 use crate::message::{Message, pointer};
 use crate::store::Store;
-use crate::store::statements::{SetError, SqlValue, Statements, ends_transaction, names, split};
+use crate::store::statements::{SqlValue, Statements, ends_transaction, names, split};
 
 /// The most bytes of values in one call of the database, if each is as long as its payload. They
 /// are held several times at once, here and on the server, and a server limits what it takes at
@@ -191,7 +191,7 @@ impl<S: Store> BatchMessageHandler<S> for SqlHandler<S> {
                     for (index, message) in messages.iter().enumerate().take(end).skip(from) {
                         values.push(self.values(message).map_err(|error| error.of_message(index))?);
                     }
-                    if let Err(SetError { at, error }) = S::execute_set(tx.connection(), set, &values).await {
+                    if let Err((at, error)) = S::execute_set(tx.connection(), set, &values).await {
                         let error = HandlerError::from(error);
                         return Err(match at {
                             Some(at) => error.of_message(from + at),

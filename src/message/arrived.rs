@@ -1,8 +1,7 @@
 //! A message as it arrived from a broker, and as a handler sees it.
 //!
-//! Promise: no message that arrives can cause a panic here. A message without a usable id is
-//! returned as [`Unusable`] with the reason and all its content. Not here: reading from a broker
-//! (`broker`).
+//! Promise: no message that arrives can cause a panic here. A message without a usable id gets
+//! another one, with the reason. Not here: reading from a broker (`broker`).
 
 use std::fmt;
 
@@ -98,29 +97,14 @@ pub struct Message {
     pub attempt: u32,
 }
 
-/// A message that has no identity, with the reason. Its id is made from its coordinates or content.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Unusable {
-    /// Why the id rule gives no id, for example that it is missing or too long.
-    pub reason: String,
-    /// The message under its substitute id, with everything else that it carried.
-    pub message: Message,
-}
-
 impl Message {
     /// Applies the id rule of the consumer. `epoch` is the consumer's `id_epoch`: a part of each id
     /// from coordinates, which an operator changes when a topic was deleted and made anew.
     ///
-    /// # Errors
-    /// [`Unusable`] if the rule finds no id. Its message has an id made from the coordinates, so
-    /// that it is stored as dead only once. If coordinates are not stable (`stable_coordinates` is
-    /// false on RabbitMQ), this id is made from the content.
-    pub fn identify(
-        arrived: Arrived,
-        rule: &IdRule,
-        epoch: &str,
-        stable_coordinates: bool,
-    ) -> Result<Self, Box<Unusable>> {
+    /// If the rule finds no id, also returns why. The message then has an id made from the
+    /// coordinates, so that it is stored as dead only once. If coordinates are not stable
+    /// (`stable_coordinates` is false on RabbitMQ), this id is made from the content.
+    pub fn identify(arrived: Arrived, rule: &IdRule, epoch: &str, stable_coordinates: bool) -> (Self, Option<String>) {
         let source = arrived.source.clone().unwrap_or_default();
         let found = match rule {
             IdRule::Envelope => arrived.id.clone().ok_or_else(|| "the message has no id".to_owned()),
@@ -138,7 +122,7 @@ impl Message {
             length => Err(format!("the message id has {length} bytes, at most 1024 are allowed")),
         });
         match found {
-            Ok(id_text) => Ok(Self::assemble(arrived, identity(&source, &id_text), id_text, source)),
+            Ok(id_text) => (Self::assemble(arrived, identity(&source, &id_text), id_text, source), None),
             Err(reason) => {
                 let mut message = Self::assemble(arrived, MessageId::default(), String::new(), source);
                 let stand_in = if stable_coordinates {
@@ -148,7 +132,7 @@ impl Message {
                     format!("content:{}", hash.map(|byte| format!("{byte:02x}")).concat())
                 };
                 message.id = identity("oncebox/no-usable-id", &stand_in);
-                Err(Box::new(Unusable { reason, message }))
+                (message, Some(reason))
             }
         }
     }
@@ -261,49 +245,53 @@ mod tests {
 
     #[test]
     fn each_id_rule_finds_its_id() {
-        let id = |rule: &str| {
-            Message::identify(arrived(), &rule.parse().expect("rule"), "e1", true).map(|message| message.id_text)
-        };
-        assert_eq!(id("envelope").expect("id"), "x");
-        assert_eq!(id("header:event-id").expect("id"), "e-1");
-        assert_eq!(id("payload:/eventId").expect("id"), "e-2");
-        assert_eq!(id("coordinates").expect("id"), "e1:payments/0@4");
+        for (rule, id) in [
+            ("envelope", "x"),
+            ("header:event-id", "e-1"),
+            ("payload:/eventId", "e-2"),
+            ("coordinates", "e1:payments/0@4"),
+        ] {
+            let (message, why) = Message::identify(arrived(), &rule.parse().expect("rule"), "e1", true);
+            assert_eq!((message.id_text.as_str(), why), (id, None));
+        }
     }
 
     #[test]
     fn a_message_without_a_usable_id_says_why_and_keeps_a_stable_stand_in() {
         let mut without = arrived();
         without.id = None;
-        let first = Message::identify(without.clone(), &IdRule::Envelope, "e1", true).expect_err("no id");
-        assert!(first.reason.contains("no id"), "{}", first.reason);
-        let again = Message::identify(without.clone(), &IdRule::Envelope, "e1", true).expect_err("no id");
-        assert_eq!(first.message.id, again.message.id);
+        let stand_in = |arrived: &Arrived, stable_coordinates| {
+            let (message, why) = Message::identify(arrived.clone(), &IdRule::Envelope, "e1", stable_coordinates);
+            assert!(why.as_ref().is_some_and(|why| why.contains("no id")), "{why:?}");
+            message.id
+        };
+        let first = stand_in(&without, true);
+        assert_eq!(first, stand_in(&without, true));
         without.coordinates.offset = 5;
-        let other = Message::identify(without.clone(), &IdRule::Envelope, "e1", true).expect_err("no id");
-        assert_ne!(first.message.id, other.message.id);
-        let by_content = Message::identify(without, &IdRule::Envelope, "e1", false).expect_err("no id");
-        assert_ne!(by_content.message.id, other.message.id);
+        let other = stand_in(&without, true);
+        assert_ne!(first, other);
+        assert_ne!(stand_in(&without, false), other);
     }
 
     // Shown by: counting headers of federation and shovel as the application's.
     #[test]
     fn a_copy_that_took_another_way_through_the_broker_has_the_same_content() {
-        let direct = Message::identify(arrived(), &IdRule::Envelope, "", false).expect("id");
+        let direct = Message::identify(arrived(), &IdRule::Envelope, "", false).0;
         for name in ["x-received-from", "x-original-exchange", "x-shovelled", "x-shovelled-timestamp", "x-routed-by"] {
             let mut copy = arrived();
             copy.headers.push((name.to_owned(), b"elsewhere".to_vec()));
-            let copy = Message::identify(copy, &IdRule::Envelope, "", false).expect("id");
+            let copy = Message::identify(copy, &IdRule::Envelope, "", false).0;
             assert_eq!(copy.content_hash(), direct.content_hash(), "{name}");
         }
         let mut other = arrived();
         other.headers.push(("x-tenant".to_owned(), b"t1".to_vec()));
-        let other = Message::identify(other, &IdRule::Envelope, "", false).expect("id");
+        let other = Message::identify(other, &IdRule::Envelope, "", false).0;
         assert_ne!(other.content_hash(), direct.content_hash());
     }
 
     #[test]
     fn envelope_headers_are_not_the_applications() {
-        let message = Message::identify(arrived(), &IdRule::Envelope, "", true).expect("id");
+        let message = Message::identify(arrived(), &IdRule::Envelope, "", true).0;
         assert_eq!(message.headers.len(), 1);
         assert_eq!(message.header("event-id"), Some("e-1"));
     }

@@ -24,12 +24,6 @@ impl MessageId {
         Self(Uuid::now_v7())
     }
 
-    /// Makes an identity from a UUID, unchanged.
-    #[must_use]
-    pub fn from_uuid(id: Uuid) -> Self {
-        Self(id)
-    }
-
     /// The id as a UUID value.
     #[must_use]
     pub fn uuid(self) -> Uuid {
@@ -48,6 +42,13 @@ impl MessageId {
         }
         let bytes = self.0.as_bytes();
         Some(u64::from_be_bytes([0, 0, bytes[0], bytes[1], bytes[2], bytes[3], bytes[4], bytes[5]]))
+    }
+}
+
+/// The UUID stays as it is.
+impl From<Uuid> for MessageId {
+    fn from(id: Uuid) -> Self {
+        Self(id)
     }
 }
 
@@ -161,6 +162,6 @@ mod tests {
     fn only_v7_carries_its_time() {
         let id = identity("s", "0197a1b2-c3d4-7e5f-8a9b-0c1d2e3f4a5b");
         assert_eq!(id.unix_millis(), Some(0x0197_a1b2_c3d4));
-        assert_eq!(MessageId::from_uuid(Uuid::from_u128(1)).unix_millis(), None);
+        assert_eq!(MessageId::from(Uuid::from_u128(1)).unix_millis(), None);
     }
 }

@@ -66,13 +66,15 @@ impl Limits {
         true
     }
 
-    /// Checks a message before it is enqueued.
+    /// Checks a message before it is enqueued. `traceparent` and `tracestate` move from its headers
+    /// into its trace context.
     ///
     /// # Errors
-    /// The first broken limit by name: `topic`, `key`, `kind`, `headers_max`, `header_name`,
-    /// `header_reserved`, `header_twice`, `header_value`, `headers_bytes_max`, `content_type`,
-    /// `message_bytes_max`.
-    pub fn check(&self, message: &NewMessage) -> Result<(), LimitError> {
+    /// The first broken limit by name: `trace`, `topic`, `key`, `kind`, `headers_max`,
+    /// `header_name`, `header_reserved`, `header_twice`, `header_value`, `headers_bytes_max`,
+    /// `content_type`, `message_bytes_max`.
+    pub fn check(&self, message: &mut NewMessage) -> Result<(), LimitError> {
+        message.settle_trace()?;
         self.check_topic(&message.topic)?;
         if let Some(key) = &message.key {
             self.check_text("key", key, self.key_bytes_max)?;

@@ -78,13 +78,6 @@ impl NewMessage {
         self
     }
 
-    /// Sets the content type.
-    #[must_use]
-    pub fn with_content_type(mut self, content_type: impl Into<String>) -> Self {
-        self.content_type = Some(content_type.into());
-        self
-    }
-
     /// Sets the message id, instead of a new UUID v7.
     #[must_use]
     pub fn with_id(mut self, id: Uuid) -> Self {
@@ -93,12 +86,11 @@ impl NewMessage {
     }
 
     /// Moves `traceparent` and `tracestate` from the headers into the trace context. If no
-    /// `traceparent` and no context was given, takes the context of the current span. Each way to
-    /// enqueue from Rust calls this once before it checks limits.
+    /// `traceparent` and no context was given, takes the context of the current span.
     ///
     /// # Errors
     /// The limit `trace` if `traceparent` is not in W3C form; `header_twice` if one is given twice.
-    pub fn settle_trace(&mut self) -> Result<(), LimitError> {
+    pub(crate) fn settle_trace(&mut self) -> Result<(), LimitError> {
         for wanted in ["traceparent", "tracestate"] {
             if self.headers.iter().filter(|(name, _)| name.eq_ignore_ascii_case(wanted)).count() > 1 {
                 return Err(LimitError::new("header_twice", format!("the header `{wanted}` is given twice")));

@@ -42,7 +42,7 @@ impl OutgoingMessage {
     /// The value of the header `oncebox-hash`, which hash exchanges use: the key, or the message id
     /// if there is no key (R20).
     #[must_use]
-    pub fn hash_value(&self) -> String {
+    pub(crate) fn hash_value(&self) -> String {
         self.key.clone().unwrap_or_else(|| self.id.to_string())
     }
 }

@@ -15,8 +15,7 @@ pub struct TraceContext {
 impl TraceContext {
     /// Reads a `traceparent` in W3C form; `None` for any other text. A `tracestate` that is not
     /// valid is dropped.
-    #[must_use]
-    pub fn parse(traceparent: &str, tracestate: Option<&str>) -> Option<Self> {
+    pub(crate) fn parse(traceparent: &str, tracestate: Option<&str>) -> Option<Self> {
         let parts: Vec<&str> = traceparent.split('-').collect();
         let [version, trace, span, flags] = parts[..] else { return None };
         let is_hex = |(part, length): (&str, usize)| {

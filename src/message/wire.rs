@@ -10,60 +10,47 @@ pub(crate) const SPEC_VERSION: &str = "1.0";
 pub(crate) const CONTENT_TYPE: &str = "content-type";
 pub(crate) const TRACEPARENT: &str = "traceparent";
 pub(crate) const TRACESTATE: &str = "tracestate";
+/// What hash exchanges route by: the key, or the message id if there is no key.
 pub(crate) const ONCEBOX_HASH: &str = "oncebox-hash";
 
-/// The header names of one protocol binding.
+/// The header names of the envelope in one protocol binding.
 #[derive(Debug, Clone, Copy)]
-pub struct Names {
-    /// The header that carries the message id.
-    pub id: &'static str,
-    /// The header that carries the kind of the message (`type` in CloudEvents).
-    pub kind: &'static str,
-    /// The header that names the publisher.
-    pub source: &'static str,
-    /// The header with the time at which the message was enqueued.
-    pub time: &'static str,
-    /// The header with the version of CloudEvents.
-    pub spec_version: &'static str,
-    /// The header that carries the key of the message.
-    pub partition_key: &'static str,
-    /// The header with the W3C trace context: trace id, parent span and flags.
-    pub traceparent: &'static str,
-    /// The header with the vendors' state of the W3C trace context.
-    pub tracestate: &'static str,
-    /// The header that hash exchanges use: the key, or the message id if there is no key.
-    pub hash: &'static str,
+pub(crate) struct Names {
+    pub(crate) id: &'static str,
+    /// The kind of the message.
+    pub(crate) kind: &'static str,
+    /// Who has published the message.
+    pub(crate) source: &'static str,
+    /// When the message was enqueued.
+    pub(crate) time: &'static str,
+    pub(crate) spec_version: &'static str,
+    /// The key of the message.
+    pub(crate) partition_key: &'static str,
 }
 
 /// The names on Kafka, and on the embedded broker, which uses the same.
-pub const KAFKA: Names = Names {
+pub(crate) const KAFKA: Names = Names {
     id: "ce_id",
     kind: "ce_type",
     source: "ce_source",
     time: "ce_time",
     spec_version: "ce_specversion",
     partition_key: "ce_partitionkey",
-    traceparent: TRACEPARENT,
-    tracestate: TRACESTATE,
-    hash: ONCEBOX_HASH,
 };
 
 /// The names on RabbitMQ, as headers of AMQP 0.9.1.
-pub const AMQP: Names = Names {
+pub(crate) const AMQP: Names = Names {
     id: "cloudEvents_id",
     kind: "cloudEvents_type",
     source: "cloudEvents_source",
     time: "cloudEvents_time",
     spec_version: "cloudEvents_specversion",
     partition_key: "cloudEvents_partitionkey",
-    traceparent: TRACEPARENT,
-    tracestate: TRACESTATE,
-    hash: ONCEBOX_HASH,
 };
 
 /// The text of a time in a header: RFC 3339, microseconds, UTC.
 #[must_use]
-pub fn format_time(time: DateTime<Utc>) -> String {
+pub(crate) fn format_time(time: DateTime<Utc>) -> String {
     // A time with a zone works its local time out anew for each part that it is asked for.
     let at = time.naive_utc();
     let (year, micros) = (at.year(), at.nanosecond() / 1_000);
@@ -87,7 +74,7 @@ pub fn format_time(time: DateTime<Utc>) -> String {
 
 /// Reads a time from a header; `None` if it is not RFC 3339.
 #[must_use]
-pub fn parse_time(text: &str) -> Option<DateTime<Utc>> {
+pub(crate) fn parse_time(text: &str) -> Option<DateTime<Utc>> {
     DateTime::parse_from_rfc3339(text).ok().map(|time| time.with_timezone(&Utc))
 }
 

@@ -338,7 +338,7 @@ impl Execution {
         match self.roll_back(begin, tx, failed.is_transient()).await {
             Some(end) => end,
             None if failed.is_transient() => {
-                Tried::Again("execute", StoreError::Busy(sqlx::Error::Protocol(failed.message().to_owned())))
+                Tried::Again("execute", StoreError::Busy(sqlx::Error::Protocol(failed.message.clone())))
             }
             None => {
                 tracing::warn!(operation = %front.endpoint.operation(), key = front.short_key(), error = %failed, "the operation failed and was rolled back");

@@ -568,10 +568,7 @@ fn not_against(seen: &StoredOperation, effect: Option<&str>, verdict: &str, forc
 
 /// Refuses a failure while an effect of the operation has succeeded and was not undone. The phases
 /// of the operation have the same rule (O13).
-///
-/// # Errors
-/// `StoreError::Refused`, with the name of that effect.
-pub fn nothing_stands(seen: &StoredOperation) -> Result<(), StoreError> {
+fn nothing_stands(seen: &StoredOperation) -> Result<(), StoreError> {
     let happened = |intent: &&StoredIntent| intent.settled() == Some(Settled::Succeeded);
     let undone = |effect: &str| {
         seen.intents.iter().filter(happened).any(|intent| intent.intent.undoes.as_deref() == Some(effect))

@@ -35,13 +35,6 @@ pub struct LeaseRequest {
     pub read_bytes: usize,
 }
 
-impl LeaseRequest {
-    /// A request for shard 0, with reads of about 4 MiB.
-    pub fn new(owner: impl Into<String>, length: Duration) -> Self {
-        Self { shard: 0, owner: owner.into(), length, read_bytes: 4 << 20 }
-    }
-}
-
 /// The answer to a request for a lease.
 #[derive(Debug)]
 pub enum LeaseAnswer {
@@ -152,16 +145,6 @@ pub struct DivertedRow {
     pub diversion: Diversion,
 }
 
-/// What an operator requested: both for a dead row, only [`Self::Discard`] for a held one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RequestedAct {
-    /// Publish it again, then the rows behind it. Its id is that of the row, which the operator's
-    /// command may have changed.
-    Redrive,
-    /// Delete it, then publish the rows behind it.
-    Discard,
-}
-
 /// A request that a command wrote into the dead and held table. Only the owner of the shard carries
 /// it out, so that nobody else sends rows of its keys (R17).
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -172,8 +155,10 @@ pub struct OperatorRequest {
     pub topic: String,
     /// The key of the row; `None` where it has none.
     pub key: Option<String>,
-    /// What the owner of the shard has to do.
-    pub act: RequestedAct,
+    /// True to delete the row, then publish the rows behind it. False to publish it again, then
+    /// those behind it; only a dead row is redriven. Its id is that of the row, which the
+    /// operator's command may have changed.
+    pub discard: bool,
 }
 
 /// The outbox of one store, which opens sessions.

@@ -29,7 +29,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::broker::{Broker, Publisher};
-use crate::error::{BrokerError, StoreError};
+use crate::error::{BrokerError, RunEnd, RunError, StoreError};
 use crate::observe::{self, Health, PartState};
 use crate::outbox::hint;
 use crate::outbox::port::{Diversion, LeaseAnswer, LeaseRequest, Outbox, RelaySession};
@@ -40,27 +40,6 @@ use ending::{Doubt, End};
 pub use options::RelayOptions;
 use pump::Pump;
 use trial::Pauses;
-
-/// How a relay ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RelayEnd {
-    /// The stop token was cancelled, and the relay stopped.
-    Stopped,
-    /// The outbox was empty and `until_empty` is set.
-    Empty,
-}
-
-/// Why a relay has to end and needs a person.
-#[derive(Debug, thiserror::Error)]
-#[non_exhaustive]
-pub enum RelayError {
-    /// The database refuses, or fails in a way that only a person can mend.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// The broker refuses, or fails in a way that only a person can mend.
-    #[error(transparent)]
-    Broker(#[from] BrokerError),
-}
 
 /// The relay of one shard of an outbox.
 #[derive(Debug)]
@@ -130,12 +109,12 @@ impl Relay {
     /// # Cancel safety
     /// Dropping the future loses nothing: rows in flight are sent again by the next session.
     /// Cancelling the token is better, because it also marks and releases the lease.
-    pub fn run(&self, stop: CancellationToken) -> BoxFuture<'_, Result<RelayEnd, RelayError>> {
+    pub fn run(&self, stop: CancellationToken) -> BoxFuture<'_, Result<RunEnd, RunError>> {
         // Boxed, so that this code is compiled with the library and not again in each program.
         Box::pin(self.work(stop))
     }
 
-    async fn work(&self, stop: CancellationToken) -> Result<RelayEnd, RelayError> {
+    async fn work(&self, stop: CancellationToken) -> Result<RunEnd, RunError> {
         self.options.check()?;
         observe::relay_starts(self.broker.name());
         self.health.set(&self.part, PartState::Starting);
@@ -155,25 +134,25 @@ impl Relay {
             // again.
             () = overdue => {
                 tracing::warn!(shard = self.options.shard, "the stop took as long as it may: the lease runs out, and what was not marked is sent again");
-                Ok(RelayEnd::Stopped)
+                Ok(RunEnd::Stopped)
             }
         }
     }
 
-    async fn sessions(&self, stop: &CancellationToken) -> Result<RelayEnd, RelayError> {
+    async fn sessions(&self, stop: &CancellationToken) -> Result<RunEnd, RunError> {
         let mut memory = Memory::default();
         let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
         loop {
-            let Some(publisher) = self.connect(stop).await? else { return Ok(RelayEnd::Stopped) };
+            let Some(publisher) = self.connect(stop).await? else { return Ok(RunEnd::Stopped) };
             let Some(session) = self.lease(stop, &mut memory).await? else {
                 publisher.close().await;
-                return Ok(RelayEnd::Stopped);
+                return Ok(RunEnd::Stopped);
             };
             observe::session_began(self.broker.name());
             let began = tokio::time::Instant::now();
             let doubt = match Pump::new(self, session, publisher, &mut memory).run(stop).await {
-                End::Stopped => return Ok(RelayEnd::Stopped),
-                End::Empty => return Ok(RelayEnd::Empty),
+                End::Stopped => return Ok(RunEnd::Stopped),
+                End::Empty => return Ok(RunEnd::Idle),
                 End::Doubt(doubt) => doubt,
             };
             self.learn(&mut memory, doubt).await?;
@@ -183,7 +162,7 @@ impl Relay {
                 pace.worked();
             }
             if !pace.wait(stop).await {
-                return Ok(RelayEnd::Stopped);
+                return Ok(RunEnd::Stopped);
             }
         }
     }

@@ -12,12 +12,22 @@ use chrono::{DateTime, Utc};
 use crate::error::StoreError;
 use crate::store::base::Base;
 
-pub use named::Dialect;
 #[cfg(feature = "consumer")]
 pub(crate) use named::ends_transaction;
 #[cfg(feature = "postgres")]
 pub(crate) use named::first_word;
 pub(crate) use named::{Piece, names, split, written};
+
+/// How a database writes strings, names and comments.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dialect {
+    /// `E'..'` escapes, dollar quotes, nested comments, `::` casts.
+    Postgres,
+    /// Backslash escapes, backquotes, `#` comments.
+    MySql,
+    /// `[..]` and backquotes as names.
+    Sqlite,
+}
 
 /// A value to bind.
 #[derive(Clone, PartialEq, Eq)]
@@ -53,15 +63,6 @@ impl Debug for SqlValue {
     }
 }
 
-/// Why the statements of several messages failed.
-#[derive(Debug)]
-pub struct SetError {
-    /// The index of the message whose statement failed, where the server tells.
-    pub at: Option<usize>,
-    /// The error of the server.
-    pub error: StoreError,
-}
-
 /// Duty: preparing and running a team's own statements.
 pub trait Statements: Base {
     /// A statement that the server has prepared without an error.
@@ -93,11 +94,15 @@ pub trait Statements: Base {
 
     /// Runs the statements for each message in order, as [`Statements::execute`] would one after
     /// another, in a few round trips. `values` has the values of each message.
+    ///
+    /// # Errors
+    /// The error of the server, and before it the index of the message whose statement failed,
+    /// where the server tells.
     fn execute_set(
         connection: &mut <Self::Db as sqlx::Database>::Connection,
         set: &Self::Set,
         values: &[BTreeMap<String, SqlValue>],
-    ) -> impl Future<Output = Result<(), SetError>> + Send;
+    ) -> impl Future<Output = Result<(), (Option<usize>, StoreError)>> + Send;
 }
 
 /// What [`Statements::prepare_set`] gives for a set that the server was asked to read: none where

@@ -38,10 +38,13 @@ async fn kcat_reads_our_headers_key_and_bytes() {
         return;
     }
     let mut sent = message(&kafka.topic, Some("acc-7"), "{\"a\": 1}\n");
-    sent.trace = oncebox::message::TraceContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", None);
+    sent.trace = Some(oncebox::message::TraceContext {
+        traceparent: "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01".to_owned(),
+        tracestate: None,
+    });
     publish_all(&kafka.broker(), vec![sent.clone()]).await;
     let shown = kcat(&kafka, &["-C", "-e", "-o", "beginning", "-f", "%k|%S|%s|%h"], b"");
-    let time = oncebox::message::wire::format_time(sent.created_at);
+    let time = sent.created_at.to_rfc3339_opts(chrono::SecondsFormat::Micros, true);
     assert_eq!(
         shown,
         format!(

@@ -12,7 +12,7 @@ use oncebox::observe::Health;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base as _, ConsumerStatus, Operator as _, Schema as _, StoreOptions};
 use oncebox::{
-    Consumer, ConsumerEnd, ConsumerOptions, HandlerError, HandlerTx, Handlers, Message, MessageHandler, RetryPolicy,
+    Consumer, ConsumerOptions, HandlerError, HandlerTx, Handlers, Message, MessageHandler, RetryPolicy, RunEnd,
 };
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
@@ -68,7 +68,7 @@ fn options(topic: &str) -> ConsumerOptions {
     }
 }
 
-type Running = (CancellationToken, JoinHandle<Result<ConsumerEnd, String>>);
+type Running = (CancellationToken, JoinHandle<Result<RunEnd, String>>);
 
 fn consume(
     store: &SqliteStore,
@@ -123,7 +123,7 @@ async fn d8_a_consumer_whose_handler_outlasts_the_consumer_timeout_goes_on_and_e
     .await;
     stop.cancel();
     let end = tokio::time::timeout(SOON, consumer).await.expect("it stops").unwrap();
-    assert!(matches!(end, Ok(ConsumerEnd::Stopped)), "{end:?}");
+    assert!(matches!(end, Ok(RunEnd::Stopped)), "{end:?}");
     assert_eq!(effects(&store).await, [0, 1, 2, 3, 4, 5]);
     // Another channel may be told of what was there before the last acknowledgements.
     eventually("all is acknowledged", SOON, || async {

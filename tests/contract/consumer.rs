@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 use oncebox::store::OperatorAct;
-use oncebox::{ConsumerEnd, ConsumerOptions, DeadPolicy, HandlerError, Handlers, Unhandled};
+use oncebox::{ConsumerOptions, DeadPolicy, HandlerError, Handlers, RunEnd, Unhandled};
 use uuid::Uuid;
 
 use super::kit::{Act, Does, SOON, Sql, World, consumer_options, fails, on_all, on_postgres, sqlite};
@@ -37,7 +37,7 @@ async fn concurrent_duplicates<S: Sql>(world: World<S>) {
     // And once more, to the same ones.
     world.broker.faults().expire_leases("one");
     for member in members {
-        assert_eq!(member.end().await, Some(ConsumerEnd::Stopped));
+        assert_eq!(member.end().await, Some(RunEnd::Stopped));
     }
     let mut effects = world.effects().await;
     for key in ["a", "b", "c"] {
@@ -272,7 +272,7 @@ async fn a_waiting_message_stays_until_a_process_runs_that_has_a_handler_for_its
     let idle = ConsumerOptions { until_idle: Some(Duration::from_millis(300)), ..options.clone() };
     let old = world.consumer_of(idle, Handlers::new().on("made", done()));
     let ended = tokio::time::timeout(SOON, old.task).await.expect("what is not for it does not keep it").unwrap();
-    assert_eq!(ended, Some(ConsumerEnd::Idle));
+    assert_eq!(ended, Some(RunEnd::Idle));
     assert_eq!(world.consumer_status().await.waiting, 2, "what the old version does not know stays");
     assert!(world.effects().await.is_empty() && world.dead().await.is_empty());
     let new = world.consumer_of(options, Handlers::new().on("new", done()).on("made", done()));
@@ -311,12 +311,12 @@ async fn a_stop_in_the_middle_hands_back_what_was_not_done_and_nothing_is_lost_o
     })
     .await;
     // It does not wait for the pause of a try in place.
-    assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+    assert_eq!(consumer.end().await, Some(RunEnd::Stopped));
     assert!(world.broker.committed("ledger", "t", 0) <= 1);
     open.store(true, Ordering::Relaxed);
     let options = ConsumerOptions { until_idle: Some(Duration::from_millis(200)), ..options };
     let again = world.consumer(options, Does(|_: &str, _: &oncebox::Message| Act::Done));
-    assert_eq!(tokio::time::timeout(SOON, again.task).await.unwrap().unwrap(), Some(ConsumerEnd::Idle));
+    assert_eq!(tokio::time::timeout(SOON, again.task).await.unwrap().unwrap(), Some(RunEnd::Idle));
     assert_eq!(world.effects().await, ["a1", "a2", "a3", "b1"]);
     assert_eq!(world.broker.committed("ledger", "t", 0), 4);
 }

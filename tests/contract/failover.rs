@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use oncebox::broker::{Broker as _, Subscription};
 use oncebox::message::IdRule;
-use oncebox::{ConsumerEnd, ConsumerOptions};
+use oncebox::{ConsumerOptions, RunEnd};
 
 use super::kit::{Act, Does, SOON, Sql, World, consumer_options, on_mariadb, on_postgres, sqlite};
 use super::support::eventually;
@@ -13,7 +13,7 @@ use super::support::eventually;
 async fn consume_all<S: Sql>(world: &World<S>) {
     let options = ConsumerOptions { until_idle: Some(Duration::from_millis(100)), ..consumer_options() };
     let done = |_: &str, _: &oncebox::Message| Act::Done;
-    assert_eq!(world.consumer(options, Does(done)).task.await.unwrap(), Some(ConsumerEnd::Idle));
+    assert_eq!(world.consumer(options, Does(done)).task.await.unwrap(), Some(RunEnd::Idle));
 }
 
 /// What a consumer writes with its effects, in this database.
@@ -115,7 +115,7 @@ async fn a_topic_made_anew_whose_offsets_are_the_ids_is_not_consumed_until_its_e
     let done = |_: &str, _: &oncebox::Message| Act::Done;
     let consumed = async |epoch: &str| world.consumer(options(epoch), Does(done)).task.await.unwrap();
     world.deliver_all(&["a1", "b1", "c1"]);
-    assert_eq!(consumed("1").await, Some(ConsumerEnd::Idle));
+    assert_eq!(consumed("1").await, Some(RunEnd::Idle));
     world.broker.remove(&[Subscription::new("nobody", vec!["t".into()])]).await.unwrap();
     world.deliver_all(&["a2", "b2", "c2", "a3"]);
     for _ in 0..2 {
@@ -132,9 +132,9 @@ async fn a_topic_made_anew_whose_offsets_are_the_ids_is_not_consumed_until_its_e
     .await;
     running.stop.cancel();
     running.task.await.unwrap();
-    assert_eq!(consumed("2").await, Some(ConsumerEnd::Idle));
+    assert_eq!(consumed("2").await, Some(RunEnd::Idle));
     assert_eq!(world.effects().await, ["a1", "b1", "c1", "a2", "b2", "c2", "a3"]);
-    assert_eq!(consumed("2").await, Some(ConsumerEnd::Idle));
+    assert_eq!(consumed("2").await, Some(RunEnd::Idle));
     assert_eq!(world.effects().await.len(), 7, "the second time it goes on where it stood");
 }
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use oncebox::store::{ConsumerSpec, OperatorAct};
-use oncebox::{Consumer, ConsumerOptions, HandlerError, Handlers, Horizon, TopicRetention};
+use oncebox::{Consumer, ConsumerOptions, HandlerError, Handlers, TopicRetention};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -26,7 +26,7 @@ fn done() -> Does<impl Fn(&str, &oncebox::Message) -> Act + Send + Sync> {
 /// Remembers for two seconds, and looks all the time.
 fn forgetful() -> ConsumerOptions {
     ConsumerOptions {
-        horizon: Horizon::After(Duration::from_secs(2)),
+        horizon: Some(Duration::from_secs(2)),
         purge_every: Duration::from_millis(20),
         redrive_age_max: Duration::ZERO,
         ..consumer_options()
@@ -178,7 +178,7 @@ async fn r31_a_rule_that_is_accepted_while_a_process_waits_for_its_broker_stays<
 #[tokio::test]
 async fn r31_a_horizon_within_which_a_duplicate_can_still_come_is_refused_at_start() {
     let hour = Duration::from_secs(3_600);
-    let minute = || ConsumerOptions { horizon: Horizon::After(Duration::from_secs(60)), ..forgetful() };
+    let minute = || ConsumerOptions { horizon: Some(Duration::from_secs(60)), ..forgetful() };
     let mut slow = minute();
     slow.retry.cap = hour;
     let cases = [

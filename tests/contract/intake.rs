@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use oncebox::store::OperatorAct;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::{ConsumerEnd, ConsumerOptions, HandlerError};
+use oncebox::{ConsumerOptions, HandlerError, RunEnd};
 
 use super::kit::{Act, Does, SOON, World, consumer_options, fails, sqlite};
 use super::support::eventually;
@@ -54,7 +54,7 @@ async fn g5_what_comes_while_an_older_one_is_unfinished_waits_for_room_and_none_
     .await;
     assert_eq!(world.broker.committed("ledger", "t", 0), 0, "a1 is not finished");
     open.store(true, Ordering::Relaxed);
-    assert_eq!(tokio::time::timeout(SOON, consumer.task).await.unwrap().unwrap(), Some(ConsumerEnd::Idle));
+    assert_eq!(tokio::time::timeout(SOON, consumer.task).await.unwrap().unwrap(), Some(RunEnd::Idle));
     let mut effects = world.effects().await;
     effects.sort();
     let mut expected = names.clone();

@@ -17,8 +17,8 @@ use oncebox::store::{
     InboxTx, LeaseAnswer, LeaseRequest, OperatorAct, RelaySession, Schema, Status, StoreOptions,
 };
 use oncebox::{
-    BatchMessageHandler, Consumer, ConsumerEnd, ConsumerOptions, HandlerError, HandlerTx, Handlers, Message,
-    MessageHandler, NewMessage, Relay, RelayEnd, RelayError, RelayOptions, RetryPolicy, Store,
+    BatchMessageHandler, Consumer, ConsumerOptions, HandlerError, HandlerTx, Handlers, Message, MessageHandler,
+    NewMessage, Relay, RelayOptions, RetryPolicy, RunEnd, RunError, Store,
 };
 use oncebox_testkit::memory::MemoryBroker;
 use sqlx::{AssertSqlSafe, Database, raw_sql};
@@ -242,16 +242,12 @@ impl<S: Sql> World<S> {
         self.store.act(filter, &act, &context).await.unwrap();
     }
 
-    pub(crate) fn relay(&self, options: RelayOptions) -> Running<Result<RelayEnd, RelayError>> {
+    pub(crate) fn relay(&self, options: RelayOptions) -> Running<Result<RunEnd, RunError>> {
         self.relay_to(Arc::new(self.broker.clone()), options)
     }
 
     /// To another broker than the one in memory.
-    pub(crate) fn relay_to(
-        &self,
-        broker: Arc<dyn Broker>,
-        options: RelayOptions,
-    ) -> Running<Result<RelayEnd, RelayError>> {
+    pub(crate) fn relay_to(&self, broker: Arc<dyn Broker>, options: RelayOptions) -> Running<Result<RunEnd, RunError>> {
         let relay = Relay::new(self.store.clone(), broker, options, self.health.clone());
         let stop = CancellationToken::new();
         let token = stop.clone();
@@ -262,11 +258,11 @@ impl<S: Sql> World<S> {
         &self,
         options: ConsumerOptions,
         handler: impl MessageHandler<S> + 'static,
-    ) -> Running<Option<ConsumerEnd>> {
+    ) -> Running<Option<RunEnd>> {
         self.consumer_of(options, Handlers::all(handler))
     }
 
-    pub(crate) fn consumer_of(&self, options: ConsumerOptions, handlers: Handlers<S>) -> Running<Option<ConsumerEnd>> {
+    pub(crate) fn consumer_of(&self, options: ConsumerOptions, handlers: Handlers<S>) -> Running<Option<RunEnd>> {
         let broker = Arc::new(self.broker.clone());
         let consumer = Consumer::new(self.store.clone(), broker, handlers, options, self.health.clone());
         let stop = CancellationToken::new();
@@ -276,7 +272,8 @@ impl<S: Sql> World<S> {
 
     /// Another owner of the shard, as soon as nobody has the lease.
     pub(crate) async fn other_owner(&self) -> Box<dyn RelaySession> {
-        let request = LeaseRequest::new("other", Duration::from_secs(600));
+        let request =
+            LeaseRequest { shard: 0, owner: "other".into(), length: Duration::from_secs(600), read_bytes: 4 << 20 };
         eventually("the lease is free", SOON, || async {
             match self.store.open(&request).await.unwrap() {
                 LeaseAnswer::Taken(session) => Some(session),
@@ -320,7 +317,7 @@ impl<S: Sql> World<S> {
         let mut entries = Vec::new();
         for name in names {
             let id = Uuid::now_v7();
-            entries.push(InboxEntry { id: MessageId::from_uuid(id), hash: [1; 16] });
+            entries.push(InboxEntry { id: MessageId::from(id), hash: [1; 16] });
             self.deliver(&id.to_string(), "made", name);
         }
         let mut frozen = self.store.begin(self.registered().await).await.unwrap();

@@ -23,7 +23,7 @@ on_servers! {
 async fn once<S: Sql>(
     world: &World<S>,
     act: impl Fn() -> Act + Send + Sync + 'static,
-) -> super::kit::Running<Option<oncebox::ConsumerEnd>> {
+) -> super::kit::Running<Option<oncebox::RunEnd>> {
     let tries = AtomicU32::new(0);
     world.broker.faults().hold_deliveries(true);
     world.deliver_all(&["a1", "b1", "a2"]);

@@ -7,7 +7,7 @@ use oncebox::broker::Broker;
 use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{LeaseAnswer, LeaseRequest, Mark, Outbox};
-use oncebox::{RelayEnd, RelayOptions, StoreError};
+use oncebox::{RelayOptions, RunEnd, StoreError};
 use oncebox_testkit::memory::{Fault, matching};
 
 use sqlx::Connection;
@@ -23,7 +23,7 @@ async fn g1_a_message_exists_exactly_when_its_transaction_committed() {
     world.store.enqueue_all(vec![message("t", "a1")], false).await;
     world.enqueue("t", &["a2"]).await;
     let relay = world.relay(RelayOptions { until_empty: true, ..relay_options() });
-    assert_eq!(tokio::time::timeout(SOON, relay.task).await.unwrap().unwrap().unwrap(), RelayEnd::Empty);
+    assert_eq!(tokio::time::timeout(SOON, relay.task).await.unwrap().unwrap().unwrap(), RunEnd::Idle);
     assert_eq!(world.published("t").await, ["a2"]);
 }
 
@@ -40,7 +40,7 @@ async fn g2_every_committed_message_reaches_the_broker_whatever_sessions_do() {
     let relay = world.relay(RelayOptions { batch_rows: 10, ..relay_options() });
     world.until_published("t", &names).await;
     world.until_status("all is marked", |status| status.pending == 0 && status.dead == 0 && status.held == 0).await;
-    assert_eq!(relay.end().await.unwrap(), RelayEnd::Stopped);
+    assert_eq!(relay.end().await.unwrap(), RunEnd::Stopped);
 }
 
 #[tokio::test]
@@ -131,7 +131,8 @@ async fn g9_a_process_that_lost_its_lease_changes_nothing_and_a_standby_takes_ov
     let world = sqlite().await;
     world.enqueue("t", &["a1", "a2"]).await;
     // The test waits for its end, which a slow machine must not reach before the checkpoint.
-    let request = LeaseRequest::new("zombie", Duration::from_secs(10));
+    let request =
+        LeaseRequest { shard: 0, owner: "zombie".into(), length: Duration::from_secs(10), read_bytes: 4 << 20 };
     let LeaseAnswer::Taken(mut zombie) = world.store.open(&request).await.unwrap() else { panic!("it is free") };
     let read = zombie.read(10).await.unwrap();
     assert_eq!(read.rows.len(), 2);
@@ -181,7 +182,7 @@ async fn g9_a_stop_that_waits_for_the_broker_keeps_the_lease_until_its_mark_is_m
     relay.stop.cancel();
     nobody_else_gets_the_lease(&world, lease).await;
     world.broker.faults().hold_receipts(false);
-    assert_eq!(relay.end().await.unwrap(), RelayEnd::Stopped);
+    assert_eq!(relay.end().await.unwrap(), RunEnd::Stopped);
     let status = world.status().await;
     assert_eq!((status.pending, status.shards[0].owner.as_ref()), (0, None));
 }
@@ -189,7 +190,7 @@ async fn g9_a_stop_that_waits_for_the_broker_keeps_the_lease_until_its_mark_is_m
 /// Asks for the lease for longer than it lasts.
 async fn nobody_else_gets_the_lease(world: &World<SqliteStore>, lease: Duration) {
     let began = std::time::Instant::now();
-    let other = LeaseRequest::new("other", lease);
+    let other = LeaseRequest { shard: 0, owner: "other".into(), length: lease, read_bytes: 4 << 20 };
     eventually("more than a lease is over", SOON, || async {
         let answer = world.store.open(&other).await.unwrap();
         assert!(matches!(answer, LeaseAnswer::HeldBy { .. }), "{answer:?}");
@@ -208,7 +209,7 @@ async fn a_stop_marks_what_was_proven_and_gives_the_lease_back() {
     world.until_published("t", &["a1", "a2"]).await;
     relay.stop.cancel();
     world.broker.faults().hold_receipts(false);
-    assert_eq!(relay.end().await.unwrap(), RelayEnd::Stopped);
+    assert_eq!(relay.end().await.unwrap(), RunEnd::Stopped);
     let status = world.status().await;
     assert_eq!((status.pending, status.shards[0].owner.as_ref()), (0, None));
 }
@@ -220,6 +221,6 @@ async fn a_relay_with_a_very_short_lease_stands_by() {
     let other = world.other_owner().await;
     let relay = world.relay(RelayOptions { lease: Duration::from_millis(100), ..relay_options() });
     eventually("it stands by", SOON, || async { world.says("standing by").then_some(()) }).await;
-    assert_eq!(relay.end().await.unwrap(), RelayEnd::Stopped);
+    assert_eq!(relay.end().await.unwrap(), RunEnd::Stopped);
     other.release().await.unwrap();
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use oncebox::broker::Broker;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Diversion, Mark, OperatorAct};
-use oncebox::{DeadPolicy, NewMessage, RelayEnd, RelayError, RelayOptions};
+use oncebox::{DeadPolicy, NewMessage, RelayOptions, RunEnd, RunError};
 use oncebox_testkit::memory::{Fault, matching};
 use tokio::sync::Semaphore;
 
@@ -417,7 +417,7 @@ async fn r17_a_message_that_comes_while_its_topic_is_released_does_not_stop_the_
 
 /// `a1` is dead and redriven, and `a2` behind it has ended two sessions: it is to be sent alone.
 /// The third session waits at the gate.
-async fn to_be_sent_alone(world: &World<SqliteStore>) -> (Running<Result<RelayEnd, RelayError>>, Arc<Troubled>) {
+async fn to_be_sent_alone(world: &World<SqliteStore>) -> (Running<Result<RunEnd, RunError>>, Arc<Troubled>) {
     let ids = world.enqueue("t", &["a1", "a2"]).await;
     refuse(world, ids[0]);
     let relay = world.relay(relay_options());

@@ -9,7 +9,7 @@ use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{
     DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
-use oncebox::{Relay, RelayEnd, RelayError, RelayOptions, StoreError};
+use oncebox::{Relay, RelayOptions, RunEnd, RunError, StoreError};
 use oncebox_testkit::memory::Fault;
 use tokio_util::sync::CancellationToken;
 
@@ -109,7 +109,7 @@ impl RelaySession for CountedSession {
 }
 
 /// A relay whose marks wait for a checkpoint, over a store that counts.
-fn counted(world: &World<SqliteStore>, options: RelayOptions) -> (Running<Result<RelayEnd, RelayError>>, Arc<Counts>) {
+fn counted(world: &World<SqliteStore>, options: RelayOptions) -> (Running<Result<RunEnd, RunError>>, Arc<Counts>) {
     let counts = Arc::<Counts>::default();
     let store = Counted { store: world.store.clone(), counts: Arc::clone(&counts) };
     let options = RelayOptions { mark_after: NEVER, ..options };
@@ -132,7 +132,7 @@ async fn a_batch_costs_one_commit_and_the_checkpoint_of_the_next_one_carries_its
     let [reads, checkpoints, marks] = counts.all();
     assert_eq!(checkpoints, reads, "one commit a batch");
     assert!(marks > 0, "a checkpoint carries marks");
-    assert_eq!(relay.end().await.unwrap(), RelayEnd::Stopped);
+    assert_eq!(relay.end().await.unwrap(), RunEnd::Stopped);
     assert_eq!(world.status().await.pending, 0, "a stop marks the last ones");
 }
 

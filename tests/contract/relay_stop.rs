@@ -9,7 +9,7 @@ use oncebox::broker::{Broker, Publisher, Refusal, Settled, Subscriber, Subscript
 use oncebox::message::OutgoingMessage;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Operator, Status};
-use oncebox::{BrokerError, Relay, RelayEnd, RelayOptions};
+use oncebox::{BrokerError, Relay, RelayOptions, RunEnd};
 use oncebox_testkit::memory::MemoryBroker;
 use tokio_util::sync::CancellationToken;
 
@@ -106,7 +106,7 @@ async fn stopped(refuses: bool, shutdown_grace: Duration) -> Status {
         world.enqueue("t", &[name]).await;
         eventually("it is sent", SOON, || async { (broker.sent.load(Ordering::SeqCst) == count).then_some(()) }).await;
     }
-    assert_eq!(relay.end().await.unwrap(), RelayEnd::Stopped);
+    assert_eq!(relay.end().await.unwrap(), RunEnd::Stopped);
     assert_eq!(broker.owner_at_close.get(), Some(&Some(owner)), "the client ended before another relay may send");
     world.status().await
 }

@@ -8,7 +8,7 @@ use oncebox::broker::Broker;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{DeadFilter, DeadState, OperatorAct};
-use oncebox::{BrokerError, RelayEnd, RelayOptions};
+use oncebox::{BrokerError, RelayOptions, RunEnd};
 use oncebox_testkit::memory::{Fault, matching};
 use sqlx::{Postgres, Transaction};
 use tokio::sync::Semaphore;
@@ -298,7 +298,7 @@ async fn g2_a_relay_until_empty_does_not_end_at_the_bound_of_gaps_with_messages_
         assert!(!relay.task.is_finished(), "{:?}", world.status().await);
         holder.rollback().await.unwrap();
         let ended = tokio::time::timeout(3 * SOON, relay.task).await.expect("it ends").unwrap();
-        assert_eq!(ended.unwrap(), RelayEnd::Empty);
+        assert_eq!(ended.unwrap(), RunEnd::Idle);
         assert_eq!(world.status().await.pending, 0);
         assert_eq!(first_occurrences(world.published("t").await).len(), 4_500);
     })

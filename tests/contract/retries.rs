@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base as _, InboxEntry, ParkAs, Parked, StoreOptions};
-use oncebox::{ConsumerEnd, ConsumerOptions, HandlerError, Handlers};
+use oncebox::{ConsumerOptions, HandlerError, Handlers, RunEnd};
 
 use super::kit::{Act, Does, DoesAll, SOON, Sql, World, consumer_options, fails, on_all, on_postgres, sqlite};
 use super::standstill::Standstill;
@@ -41,7 +41,7 @@ async fn waiting<S: Sql>(world: &World<S>, names: &[&str], tries: u32) {
     let arrived = oncebox::broker::Broker::read_all(&world.broker, "t").await.unwrap();
     let mut keys = std::collections::HashSet::new();
     for arrived in arrived {
-        let message = oncebox::Message::identify(arrived, &oncebox::message::IdRule::Envelope, "1", true).unwrap();
+        let message = oncebox::Message::identify(arrived, &oncebox::message::IdRule::Envelope, "1", true).0;
         let park_as = if keys.insert(message.key.clone()) { ParkAs::Due(Duration::ZERO) } else { ParkAs::Behind };
         let mut tx = world.store.begin(consumer).await.unwrap();
         tx.admit(&[InboxEntry { id: message.id, hash: message.content_hash() }]).await.unwrap();
@@ -224,7 +224,7 @@ async fn a_stop_ends_within_its_grace_though_a_waiting_message_hangs_in_its_hand
     let consumer = world.consumer(options, Does(act));
     eventually("it hangs", SOON, || async { entered.load(Ordering::Relaxed).then_some(()) }).await;
     let (still, began) = (Standstill::watch(), Instant::now());
-    assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+    assert_eq!(consumer.end().await, Some(RunEnd::Stopped));
     let took = began.elapsed();
     assert!(took < still.allows(Duration::from_secs(6)), "{took:?}");
     let row = world.store.texts("select attempts || ' ' || (lease is null) from oncebox_waiting").await;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{Base, SetError, SqlValue, Statements};
+use oncebox::store::{Base, SqlValue, Statements};
 use oncebox::{HandlerError, Handlers, SqlHandler};
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -94,7 +94,7 @@ async fn run<S: Sql>(
     S::run(&mut connection, "begin").await.unwrap();
     let mut failed = None;
     if let Some(set) = set {
-        if let Err(SetError { at, error }) = S::execute_set(&mut connection, set, messages).await {
+        if let Err((at, error)) = S::execute_set(&mut connection, set, messages).await {
             failed = Some((at.expect("the server tells which message it was"), error));
         }
     } else {
@@ -108,7 +108,7 @@ async fn run<S: Sql>(
         }
     }
     let result = match failed {
-        Some((at, error)) => Err((at, HandlerError::from(error).message().to_owned())),
+        Some((at, error)) => Err((at, HandlerError::from(error).message)),
         None => {
             let mut tables = Vec::new();
             for rows in ALL {
@@ -227,7 +227,7 @@ async fn what_a_role_has_set_changes_no_message_of_a_set_on_postgres() {
         let mut connection = world.store.pool().acquire().await.unwrap();
         PostgresStore::run(&mut connection, "begin; set local statement_timeout = '250ms'").await.unwrap();
         let messages = vec![of(SqlValue::Text("a".to_owned())); 20];
-        let SetError { at, error } =
+        let (at, error) =
             PostgresStore::execute_set(&mut connection, &set, &messages).await.expect_err("it takes a second");
         assert_eq!(at, None, "{error}");
         PostgresStore::run(&mut connection, "rollback; alter table effect alter text drop not null").await.unwrap();

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use oncebox::store::StoreOptions;
 use oncebox::store::postgres::PostgresStore;
-use oncebox::{Consumer, ConsumerEnd, ConsumerOptions, HandlerError, Handlers, Relay, RelayOptions, RetryPolicy};
+use oncebox::{Consumer, ConsumerOptions, HandlerError, Handlers, Relay, RelayOptions, RetryPolicy, RunEnd};
 use oncebox_testkit::memory::MemoryBroker;
 use tokio_util::sync::CancellationToken;
 
@@ -46,7 +46,7 @@ async fn stopped_again_and_again<S: Sql>(world: World<S>, act: fn() -> Act) {
             }),
         );
         eventually("a handler runs", SOON, || async { (entered.load(Ordering::Relaxed) > 0).then_some(()) }).await;
-        assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+        assert_eq!(consumer.end().await, Some(RunEnd::Stopped));
         assert_eq!(attempts(&world).await, Vec::<String>::new(), "round {round}");
     }
     assert!(world.effects().await.is_empty() && world.dead().await.is_empty());
@@ -105,7 +105,7 @@ async fn stops_without_a_database<S: Sql>(behind: Behind<S>) {
         proxy.fails(failure);
         direct.deliver_all(&["b2", "c2", "d2"]);
         let (still, began) = (Standstill::watch(), Instant::now());
-        assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+        assert_eq!(consumer.end().await, Some(RunEnd::Stopped));
         let took = began.elapsed();
         assert!(took < still.allows(Duration::from_secs(6)), "{failure:?}: {took:?}");
         proxy.works();
@@ -137,7 +137,7 @@ async fn stopped_behind_a_commit<S: Sql>(world: World<S>, fails_before: u32) {
     };
     let consumer = world.consumer(options, Does(act));
     world.until_effects(&["a1"]).await;
-    assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+    assert_eq!(consumer.end().await, Some(RunEnd::Stopped));
     let dead = world.dead().await;
     assert_eq!(dead.iter().map(|dead| dead.reason.as_str()).collect::<Vec<_>>(), ["transaction-ended"]);
 }
@@ -173,7 +173,7 @@ async fn r23_a_stop_says_that_nobody_knows_how_a_transaction_ended() {
         let consumer = through.consumer(options, Does(act));
         direct.until_effects(&["a1"]).await;
         proxy.fails(Failure::Silence);
-        assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+        assert_eq!(consumer.end().await, Some(RunEnd::Stopped));
         let said = heard.said();
         let is_unknown = |text: &String| text.contains("is not known at the stop");
         assert!(said.iter().any(|said| said.fields.get("message").is_some_and(is_unknown)), "{said:?}");
@@ -195,7 +195,7 @@ async fn r23_a_stop_tells_of_a_message_that_it_could_not_store_as_dead() {
         let options = ConsumerOptions { shutdown_grace: Duration::from_secs(4), ..consumer_options() };
         let consumer = through.consumer(options, Does(act));
         eventually("it is silent", SOON, || async { proxy.has_failed().then_some(()) }).await;
-        assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+        assert_eq!(consumer.end().await, Some(RunEnd::Stopped));
         let is_told = |text: &String| text.contains("nothing else will tell of it");
         let told = || heard.said().iter().any(|said| said.fields.get("message").is_some_and(is_told));
         eventually("it is told", SOON, || async { told().then_some(()) }).await;
@@ -227,7 +227,7 @@ async fn a_commit_that_is_on_its_way_at_the_end_of_the_grace_is_waited_for_and_a
         let options = ConsumerOptions { shutdown_grace: Duration::from_secs(8), ..consumer_options() };
         let consumer = world.consumer(options, Does(act));
         eventually("it runs", SOON, || async { (entered.load(Ordering::Relaxed) > 0).then_some(()) }).await;
-        assert_eq!(consumer.end().await, Some(ConsumerEnd::Stopped));
+        assert_eq!(consumer.end().await, Some(RunEnd::Stopped));
         assert_eq!(world.effects().await, ["a1"]);
         assert_eq!(world.broker.committed("ledger", "t", 0), 1);
     })

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use oncebox::NewMessage;
 use oncebox::store::{
-    ActContext, DeadFilter, Diversion, LeaseRequest, Mark, Operator, OperatorAct, Outbox, RequestedAct, enqueue_all,
+    ActContext, DeadFilter, Diversion, LeaseRequest, Mark, Operator, OperatorAct, Outbox, enqueue_all,
 };
 use uuid::Uuid;
 
@@ -38,9 +38,8 @@ async fn r18_a_cursor_that_was_set_back_sends_nothing_that_was_decided() {
         let id = Uuid::now_v7();
         act(at[5], OperatorAct::RedriveAs { id, payload: Some(b"better".to_vec()) }).await;
         let requests = session.requests(0, 1_000).await.unwrap();
-        let asked: Vec<(i64, RequestedAct)> = requests.iter().map(|request| (request.position, request.act)).collect();
-        use RequestedAct::{Discard, Redrive};
-        assert_eq!(asked, [(at[3], Discard), (at[4], Redrive), (at[5], Redrive)]);
+        let asked: Vec<_> = requests.iter().map(|request| (request.position, request.discard)).collect();
+        assert_eq!(asked, [(at[3], true), (at[4], false), (at[5], false)]);
         let held = session.held(&[at[5], at[4], 99_999]).await.unwrap();
         assert_eq!(held.iter().map(payload).collect::<Vec<_>>(), ["released", "better"]);
         let was = batch.rows[5].message.id.to_string();
@@ -184,7 +183,11 @@ async fn g11_rows_of_other_shards_take_no_room_while_the_broker_takes_nothing() 
         let of_shard = |shard: i32| (0..).map(|n: u32| n.to_string()).find(|key| shard_of(key) == shard).unwrap();
         let (ours, theirs) = (of_shard(0), of_shard(1));
         let message = |key: &str| NewMessage::text("t", "k", "1").with_key(key.to_owned());
-        let mut session = take(&database.store, &LeaseRequest::new("relay", Duration::from_secs(600))).await;
+        let mut session = take(
+            &database.store,
+            &LeaseRequest { shard: 0, owner: "relay".into(), length: Duration::from_secs(600), read_bytes: 4 << 20 },
+        )
+        .await;
         enqueue_all(&mut connection, vec![message(&ours)]).await.unwrap();
         let first = session.read(10).await.unwrap();
         assert_eq!(first.rows.len(), 1);

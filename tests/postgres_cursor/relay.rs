@@ -62,7 +62,7 @@ pub(crate) fn payload(row: &OutboxRow) -> String {
 }
 
 pub(crate) fn request(owner: &str) -> LeaseRequest {
-    LeaseRequest::new(owner, Duration::from_secs(10))
+    LeaseRequest { shard: 0, owner: owner.into(), length: Duration::from_secs(10), read_bytes: 4 << 20 }
 }
 
 pub(crate) async fn open(store: &PostgresStore, owner: &str) -> Box<dyn RelaySession> {

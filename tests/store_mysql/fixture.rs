@@ -110,7 +110,7 @@ impl Drop for Db {
 }
 
 pub(crate) fn lease(owner: &str) -> LeaseRequest {
-    LeaseRequest::new(owner, Duration::from_secs(30))
+    LeaseRequest { shard: 0, owner: owner.into(), length: Duration::from_secs(30), read_bytes: 4 << 20 }
 }
 
 pub(crate) fn text(topic: &str, key: &str, payload: &str) -> NewMessage {

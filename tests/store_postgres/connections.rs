@@ -58,7 +58,8 @@ async fn g10_a_relay_meets_a_server_that_takes_no_writes_once() {
         drop(former);
         let back = || async { (pool.num_idle() == 3).then_some(()) };
         eventually("they are back in the pool", Duration::from_secs(30), back).await;
-        let request = LeaseRequest::new("relay", Duration::from_secs(60));
+        let request =
+            LeaseRequest { shard: 0, owner: "relay".into(), length: Duration::from_secs(60), read_bytes: 4 << 20 };
         let refused = database.store.open(&request).await;
         assert!(matches!(refused, Err(StoreError::Unavailable(_))), "{refused:?}");
         let LeaseAnswer::Taken(session) = database.store.open(&request).await.unwrap() else { panic!("it is free") };

@@ -136,7 +136,7 @@ async fn r34_every_limit_holds_at_every_sql_door() {
 
 /// All committed rows, as a relay reads them.
 async fn rows(database: &Database) -> Vec<OutboxRow> {
-    let request = LeaseRequest::new("t", Duration::from_secs(60));
+    let request = LeaseRequest { shard: 0, owner: "t".into(), length: Duration::from_secs(60), read_bytes: 4 << 20 };
     let LeaseAnswer::Taken(mut session) = database.store.open(&request).await.unwrap() else { panic!("no lease") };
     let batch = session.read(1_000).await.unwrap();
     session.checkpoint(Mark::default()).await.unwrap();

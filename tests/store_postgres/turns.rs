@@ -43,7 +43,7 @@ pub(crate) fn message(key: &str, id: Uuid) -> Message {
         content_type: None,
         coordinates: Coordinates { place: "payments".to_owned(), partition: 0, offset: 1 },
     };
-    Message::identify(arrived, &IdRule::Envelope, "", true).unwrap()
+    Message::identify(arrived, &IdRule::Envelope, "", true).0
 }
 
 fn scope() -> Scope {
@@ -59,7 +59,7 @@ async fn batch(store: &PostgresStore, consumer: ConsumerId) {
     let timed = (0..50).map(|_| Uuid::now_v7());
     let untimed = (0..50_u128)
         .map(|n| uuid::Builder::from_random_bytes((Uuid::now_v7().as_u128() ^ n).to_le_bytes()).into_uuid());
-    let ids: Vec<MessageId> = timed.chain(untimed).map(MessageId::from_uuid).collect();
+    let ids: Vec<MessageId> = timed.chain(untimed).map(MessageId::from).collect();
     let entries: Vec<InboxEntry> = ids.iter().map(|id| InboxEntry { id: *id, hash: [7; 16] }).collect();
     for known in [false, true] {
         let mut tx = store.begin(consumer).await.unwrap();
@@ -280,7 +280,11 @@ async fn turns(database: Database, was_analysed: bool) {
     assert_eq!((status.held, status.consumers[0].inbox_rows >= 10_000), (10_000, true));
     let pending = if was_analysed { MAINTAINED + ROWS } else { ROWS };
     assert_eq!(status.pending, pending.unsigned_abs());
-    let LeaseAnswer::Taken(mut session) = store.open(&LeaseRequest::new("relay", LEASE)).await.unwrap() else {
+    let LeaseAnswer::Taken(mut session) = store
+        .open(&LeaseRequest { shard: 0, owner: "relay".into(), length: LEASE, read_bytes: 4 << 20 })
+        .await
+        .unwrap()
+    else {
         panic!("it is free")
     };
     let read = session.read(1_000).await.unwrap();
@@ -328,7 +332,7 @@ async fn what_became_of_a_transaction_is_looked_up_among_its_own_rows() {
             if run == RUNS {
                 database.run(&dead).await;
             }
-            let ids = (0..2_000).map(|_| MessageId::from_uuid(Uuid::now_v7()));
+            let ids = (0..2_000).map(|_| MessageId::from(Uuid::now_v7()));
             let entries: Vec<InboxEntry> = ids.map(|id| InboxEntry { id, hash: [7; 16] }).collect();
             let mut tx = store.begin(consumer).await.unwrap();
             tx.admit(&entries).await.unwrap();

@@ -13,7 +13,7 @@ use sqlx::query_scalar;
 use crate::fixture::SqliteFile;
 
 fn request() -> LeaseRequest {
-    LeaseRequest::new("a", Duration::from_secs(60))
+    LeaseRequest { shard: 0, owner: "a".into(), length: Duration::from_secs(60), read_bytes: 4 << 20 }
 }
 
 /// Every commit is synced: WAL with `synchronous = FULL`, on every connection.

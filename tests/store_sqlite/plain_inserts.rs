@@ -70,7 +70,7 @@ async fn r34_every_limit_holds_for_plain_inserts_whatever_the_conflict_clause() 
     }
     assert_eq!(count(&trial.store).await, taken);
     // What was taken can be read, every row of it.
-    let request = LeaseRequest::new("a", Duration::from_secs(60));
+    let request = LeaseRequest { shard: 0, owner: "a".into(), length: Duration::from_secs(60), read_bytes: 4 << 20 };
     let LeaseAnswer::Taken(mut session) = trial.store.open(&request).await.unwrap() else { panic!() };
     let mut read = 0;
     while read < taken {
@@ -157,7 +157,7 @@ async fn the_door_of_the_manual_fills_in_the_rest() {
     let blob = "insert into oncebox_outbox (topic, key, kind, payload, headers, content_type, message_id, bucket, created_at) \
                 values ('blobs', null, 'blob.stored', x'0001', null, null, null, null, null)";
     query(blob).execute(store.pool()).await.unwrap();
-    let request = LeaseRequest::new("a", Duration::from_secs(60));
+    let request = LeaseRequest { shard: 0, owner: "a".into(), length: Duration::from_secs(60), read_bytes: 4 << 20 };
     let LeaseAnswer::Taken(mut session) = store.open(&request).await.unwrap() else { panic!() };
     let rows = session.read(10).await.unwrap().rows;
     let [first, second] = &rows[..] else { panic!("{rows:?}") };
@@ -226,7 +226,7 @@ async fn r7_a_sequence_behind_the_cursor_is_loud() {
     for _ in 0..3 {
         query(insert).execute(store.pool()).await.unwrap();
     }
-    let request = LeaseRequest::new("a", Duration::from_secs(60));
+    let request = LeaseRequest { shard: 0, owner: "a".into(), length: Duration::from_secs(60), read_bytes: 4 << 20 };
     let LeaseAnswer::Taken(mut session) = store.open(&request).await.unwrap() else { panic!() };
     let batch = session.read(10).await.unwrap().batch;
     session.checkpoint(Mark { through: Some(batch), ..Mark::default() }).await.unwrap();

@@ -122,7 +122,12 @@ async fn another_program_enqueues_by_a_plain_insert() {
     assert!(output.status.success(), "{output:?}");
     let output = run("insert or ignore into oncebox_outbox (topic, key, kind, payload) values ('a b', 'k', 'k', '')");
     assert!(String::from_utf8_lossy(&output.unwrap().stderr).contains("oncebox: limit topic: "));
-    let request = oncebox::store::LeaseRequest::new("a", Duration::from_secs(60));
+    let request = oncebox::store::LeaseRequest {
+        shard: 0,
+        owner: "a".into(),
+        length: Duration::from_secs(60),
+        read_bytes: 4 << 20,
+    };
     let answer = oncebox::store::Outbox::open(&trial.store, &request).await.unwrap();
     let oncebox::store::LeaseAnswer::Taken(mut session) = answer else { panic!() };
     let rows = session.read(10).await.unwrap().rows;

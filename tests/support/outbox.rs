@@ -10,7 +10,7 @@ use oncebox::store::{
     ActContext, Base, DeadFilter, Diversion, Enqueue, LeaseAnswer, LeaseRequest, Mark, Operator, OperatorAct,
     Outbox as _, Schema, Status, StoreOptions,
 };
-use oncebox::{NewMessage, Relay, RelayEnd, RelayError, RelayOptions};
+use oncebox::{NewMessage, Relay, RelayOptions, RunEnd, RunError};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
@@ -25,7 +25,7 @@ pub(crate) struct Outbox {
 /// A relay that runs.
 pub(crate) struct Running {
     stop: CancellationToken,
-    task: JoinHandle<Result<RelayEnd, RelayError>>,
+    task: JoinHandle<Result<RunEnd, RunError>>,
 }
 
 impl Running {
@@ -62,7 +62,12 @@ impl Outbox {
 
     /// Makes everything that is pending dead, as if each message had been refused.
     pub(crate) async fn all_are_dead(&self) {
-        let request = LeaseRequest::new("the refuser", Duration::from_secs(20));
+        let request = LeaseRequest {
+            shard: 0,
+            owner: "the refuser".into(),
+            length: Duration::from_secs(20),
+            read_bytes: 4 << 20,
+        };
         let LeaseAnswer::Taken(mut session) = self.store.open(&request).await.unwrap() else { panic!("it is free") };
         while self.status().await.pending > 0 {
             let read = session.read(1_000).await.unwrap();

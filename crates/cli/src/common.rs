@@ -1,11 +1,20 @@
 //! What the commands share with the programs, and how data is printed.
 
+use std::sync::Arc;
+
 use clap::builder::RangedU64ValueParser;
 use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::Value;
 
+use oncebox::app::config::Settings;
 use oncebox::app::{AppError, say};
 pub(super) use oncebox::app::{CommonArgs, run};
+use oncebox::broker::Broker;
+use oncebox::error::redact;
+use oncebox::store::{Schema, SchemaState};
+
+/// A broker of any kind, behind its trait.
+pub(super) type AnyBroker = Arc<dyn Broker>;
 
 /// Prints a line of data to stdout. If that fails, the command returns the error.
 macro_rules! data {
@@ -21,12 +30,18 @@ macro_rules! on_store {
     ($common:expr, |$store:ident, $settings:ident| $body:expr) => {{
         let $settings = $common.load(None)?.settings;
         oncebox::with_store!(&$settings, None, |$store| {
-            oncebox::app::require_schema(&$store, &$settings).await?;
+            $crate::common::require_schema(&$store, &$settings).await?;
             let done = $body;
             oncebox::store::Base::close(&$store).await;
             done
         })
     }};
+}
+
+/// Checks that the schema is the one that this program was built with.
+pub(super) async fn require_schema<S: Schema>(store: &S, settings: &Settings) -> Result<(), AppError> {
+    let required = store.schema().await.and_then(SchemaState::require);
+    required.map_err(|error| AppError::from(error).on(&redact(&settings.database.url.0)))
 }
 
 /// Returns the result of a printed line. Where the reader is gone (`oncebox dead list | head`), the

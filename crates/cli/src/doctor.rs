@@ -8,10 +8,10 @@ use clap::Args;
 use serde_json::json;
 
 use super::act::{refused, said};
-use super::common::{CommonArgs, Output, listed, plain};
+use super::common::{AnyBroker, CommonArgs, Output, listed, plain};
 use oncebox::adapter::{Announced, Versions, unreadable};
 use oncebox::app::config::{ConsumerSettings, Settings};
-use oncebox::app::{AnyBroker, AppError, open_broker, say};
+use oncebox::app::{AppError, open_broker, say};
 use oncebox::broker::Subscription;
 use oncebox::error::redact;
 use oncebox::operation::OperationName;
@@ -152,8 +152,7 @@ async fn look<S: OperationStore>(store: S, settings: &Settings, older_than: Dura
 }
 
 async fn broker_findings(broker: &AnyBroker, settings: &Settings, held: &[DeadMessage]) -> Vec<Finding> {
-    let mut subscriptions: Vec<Subscription> =
-        settings.consumer.iter().map(|consumer| consumer.subscription()).collect();
+    let mut subscriptions: Vec<Subscription> = settings.consumer.iter().map(Subscription::from).collect();
     let is_configured = |topic: &String| settings.consumer.iter().any(|consumer| consumer.topics.contains(topic));
     let held: Vec<&DeadMessage> = held.iter().filter(|first| !is_configured(&first.topic)).collect();
     // Only Kafka has topics that must be made before anybody subscribes to them.

@@ -7,10 +7,11 @@ use std::path::Path;
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 use sqlx::{AssertSqlSafe, Connection, Executor};
 
+use super::common::require_schema;
 use super::place::{Place, file_url, private_directory};
 use oncebox::StoreError;
 use oncebox::app::config::{DatabaseSettings, Secret, Settings};
-use oncebox::app::{AppError, open_store, require_schema};
+use oncebox::app::{AppError, open_store};
 use oncebox::error::redact;
 use oncebox::store::{OperationStore, SchemaState, Store};
 

@@ -252,7 +252,7 @@ fn hash(record: &Record) -> String {
 
 /// A moment for people and machines.
 pub(super) fn moment(at: DbTime) -> String {
-    let at = chrono::DateTime::from_timestamp_micros(at.micros()).unwrap_or_default();
+    let at = chrono::DateTime::from_timestamp_micros(at.micros).unwrap_or_default();
     at.to_rfc3339_opts(chrono::SecondsFormat::Micros, true)
 }
 

@@ -2,9 +2,9 @@
 
 use clap::Subcommand;
 
-use super::common::{CommonArgs, Output};
+use super::common::{CommonArgs, Output, require_schema};
 use oncebox::app::config::Settings;
-use oncebox::app::{AppError, open_store_with, require_schema};
+use oncebox::app::{AppError, open_store_with};
 use oncebox::error::redact;
 use oncebox::store::{Schema, Store};
 

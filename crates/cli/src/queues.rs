@@ -55,7 +55,7 @@ async fn repartition(args: &RepartitionArgs, settings: &Settings, output: Output
     if let Some((.., why)) = settings.mistakes().into_iter().find(|(program, ..)| *program == "consumer") {
         return Err(AppError::usage(why));
     }
-    let broker = RabbitBroker::new(settings.rabbitmq())?;
+    let broker = RabbitBroker::new(settings.into())?;
     let partitions = settings.broker.rabbitmq.partitions;
     let begun = tokio::time::Instant::now();
     let mut done = Vec::new();
@@ -116,7 +116,7 @@ fn subscriptions(
         .consumer
         .iter()
         .filter(|consumer| wanted(&consumer.name))
-        .flat_map(|consumer| consumer.topics.iter().map(|topic| (consumer.subscription(), topic.clone())))
+        .flat_map(|consumer| consumer.topics.iter().map(move |topic| (consumer.into(), topic.clone())))
         .collect();
     if found.is_empty() {
         let named = args.consumer.as_deref().map_or_else(String::new, |name| format!(" named `{name}`"));

@@ -4,9 +4,9 @@ use std::net::SocketAddr;
 
 use clap::Args;
 
-use super::common::CommonArgs;
+use super::common::{CommonArgs, require_schema};
 use oncebox::app::config::Settings;
-use oncebox::app::{AppError, require_schema, start};
+use oncebox::app::{AppError, start};
 use oncebox::observe::Health;
 use oncebox::sender::{EmailTransport, Sender, SenderOptions};
 use oncebox::store::Store;

@@ -5,8 +5,9 @@ use std::time::Duration;
 use chrono::Utc;
 use uuid::Uuid;
 
+use super::common::AnyBroker;
 use oncebox::BrokerError;
-use oncebox::app::{AnyBroker, AppError};
+use oncebox::app::AppError;
 use oncebox::message::{NewMessage, OutgoingMessage};
 
 /// How many messages are handed over at once.

@@ -4,10 +4,10 @@
 
 use std::time::Duration;
 
-use oncebox::SqlHandler;
 use oncebox::app::AppError;
 use oncebox::app::config::Settings;
 use oncebox::store::{DeadFilter, DeadMessage, DeadState, Finding, Status, Store};
+use oncebox::{SqlHandler, SqlSpec};
 
 /// How long the database may take to prepare the statements of a handler. On a locked table this
 /// waits, as handlers do.
@@ -100,7 +100,7 @@ async fn handlers<S: Store>(store: &S, settings: &Settings) -> Vec<Finding> {
         for on in consumer.on.iter().filter(|on| on.handler == "sql") {
             let kind = on.kind.as_deref().unwrap_or("every other kind");
             let name = format!("consumer {}: handler of {kind}", consumer.name);
-            let prepared = tokio::time::timeout(PREPARE_MAX, SqlHandler::prepare(store, on.spec())).await;
+            let prepared = tokio::time::timeout(PREPARE_MAX, SqlHandler::prepare(store, SqlSpec::from(on))).await;
             findings.push(match prepared {
                 Ok(Ok(_)) => Finding::ok(name, "the database takes its statements"),
                 Ok(Err(error)) => Finding::stuck(name, error.to_string(), "mend the table, or the statement"),

@@ -30,7 +30,6 @@ pub use self::groups::*;
 pub use self::publishing::*;
 pub use self::wire::*;
 use oncebox::broker::{Broker, Subscription};
-use oncebox::message::wire::{KAFKA, Names};
 
 /// Where a broker differs from others.
 #[derive(Debug, Clone)]
@@ -43,8 +42,8 @@ pub struct Capabilities {
     pub shares: bool,
     /// A group that subscribes later gets what was published before.
     pub replays: bool,
-    /// The names of the envelope's headers.
-    pub names: Names,
+    /// The beginning of the names of the envelope's headers, as its binding to CloudEvents has it.
+    pub envelope: &'static str,
     /// The header `oncebox-hash` is set (R20).
     pub hash_header: bool,
     /// How long anything may take before a case fails. Longer than taking over from a dead member.
@@ -60,7 +59,7 @@ impl Capabilities {
             missing_topics: true,
             shares: true,
             replays: true,
-            names: KAFKA,
+            envelope: "ce_",
             hash_header: false,
             patience: Duration::from_secs(60),
         }
@@ -74,7 +73,7 @@ impl Capabilities {
             missing_topics: true,
             shares: false,
             replays: false,
-            names: oncebox::message::wire::AMQP,
+            envelope: "cloudEvents_",
             hash_header: true,
             patience: Duration::from_secs(60),
         }

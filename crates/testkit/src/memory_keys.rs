@@ -49,7 +49,7 @@ impl std::fmt::Debug for MemoryKeys {
 }
 
 fn now() -> DbTime {
-    DbTime::from_micros(chrono::Utc::now().timestamp_micros())
+    DbTime { micros: chrono::Utc::now().timestamp_micros() }
 }
 
 impl Row {

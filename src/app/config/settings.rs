@@ -9,7 +9,6 @@ use serde::{Deserialize, Serialize};
 use super::values::{Secret, byte_size, span, span_if_set, span_or_never};
 use crate::broker::Subscription;
 use crate::inbox::consumer::{ConsumerOptions, Unhandled};
-use crate::inbox::rules::horizon::Horizon;
 use crate::inbox::sql_handler::SqlSpec;
 use crate::outbox::relay::RelayOptions;
 use crate::outbox::rules::policy::DeadPolicy;
@@ -386,11 +385,21 @@ pub struct OnSettings {
     pub optional: Vec<String>,
 }
 
-impl OnSettings {
-    /// The options of the sql handler.
-    #[must_use]
-    pub fn spec(&self) -> SqlSpec {
-        SqlSpec { statements: self.sql.clone(), params: self.params.clone(), optional: self.optional.clone() }
+/// The subscription of the consumer, for commands that read the state of the broker.
+impl From<&ConsumerSettings> for Subscription {
+    fn from(consumer: &ConsumerSettings) -> Self {
+        Self {
+            group: consumer.group.clone(),
+            queues: consumer.queues.clone(),
+            ..Self::new(consumer.name.clone(), consumer.topics.clone())
+        }
+    }
+}
+
+/// The options of the sql handler.
+impl From<&OnSettings> for SqlSpec {
+    fn from(on: &OnSettings) -> Self {
+        Self { statements: on.sql.clone(), params: on.params.clone(), optional: on.optional.clone() }
     }
 }
 
@@ -420,16 +429,6 @@ impl ConsumerSettings {
             drain: None,
             retry: RetryPolicy::default(),
             on: Vec::new(),
-        }
-    }
-
-    /// The subscription of the consumer, for commands that read the state of the broker.
-    #[must_use]
-    pub fn subscription(&self) -> Subscription {
-        Subscription {
-            group: self.group.clone(),
-            queues: self.queues.clone(),
-            ..Subscription::new(self.name.clone(), self.topics.clone())
         }
     }
 
@@ -494,7 +493,7 @@ impl ConsumerSettings {
         options.drain = self.drain.unwrap_or(options.drain);
         options.dead = self.dead;
         options.unhandled = self.unhandled;
-        options.horizon = self.horizon.map_or(Horizon::Never, Horizon::After);
+        options.horizon = self.horizon;
         options.shutdown_grace = shutdown_grace;
         options.retry = self.retry;
         options.retry.validate().map_err(|why| bad("retry", &why.to_string()))?;

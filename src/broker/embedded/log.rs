@@ -173,7 +173,7 @@ impl Log {
 
     pub(super) fn failed(&self, doing: &str, error: &sqlx::Error) -> BrokerError {
         let path = self.config.path.display();
-        let words = classify::words(error);
+        let words = crate::error::words(error);
         let code = error.as_database_error().and_then(|error| error.code()?.parse::<i32>().ok());
         match code.map(|code| code & 0xff) {
             // SQLITE_NOTADB, SQLITE_CORRUPT

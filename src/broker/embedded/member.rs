@@ -11,7 +11,7 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
-use std::sync::mpsc::TryRecvError;
+use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
 use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
@@ -23,7 +23,7 @@ use super::log::{Log, LogConnection};
 use super::record::{self, Range};
 use super::talk::{MemberState, Said, Told};
 use super::topology::{self, Topic};
-use crate::broker::{Delivery, Event, PartitionId, RevokeGuard, Subscription};
+use crate::broker::{Delivery, Event, PartitionId, Subscription};
 use crate::error::BrokerError;
 use crate::inbox::rules::position::BrokerOffsets;
 
@@ -50,7 +50,7 @@ struct Owned {
     /// Rows that were read and are neither finished nor acknowledged, by offset.
     in_flight: VecDeque<Unfinished>,
     /// Set while it is given up: the end of the runtime's guard, and how long to wait for it.
-    leaving: Option<(std::sync::mpsc::Receiver<()>, Instant)>,
+    leaving: Option<(Receiver<()>, Instant)>,
 }
 
 /// What one write transaction of a member must do.
@@ -403,7 +403,7 @@ impl Member {
             let Some(owned) = self.owned.get_mut(partition_id).filter(|owned| owned.leaving.is_none()) else {
                 continue;
             };
-            let (guard, done) = RevokeGuard::pair();
+            let (guard, done) = sync_channel(0);
             owned.leaving = Some((done, until));
             let sources = vec![owned.id.clone()];
             self.tell(Event::Revoked { sources, lost: false, done: guard }, Vec::new());
@@ -425,7 +425,7 @@ impl Member {
         });
         if !sources.is_empty() {
             tracing::warn!(group = %self.group, partitions = sources.len(), "partitions were lost to another member");
-            self.tell(Event::Revoked { sources, lost: true, done: RevokeGuard::pair().0 }, Vec::new());
+            self.tell(Event::Revoked { sources, lost: true, done: sync_channel(0).0 }, Vec::new());
         }
     }
 

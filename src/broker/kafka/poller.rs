@@ -8,6 +8,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,7 +26,7 @@ use super::blocking;
 use super::config::KafkaConfig;
 use super::context::Reports;
 use super::{unreadable, wire};
-use crate::broker::{Delivery, Event, RevokeGuard};
+use crate::broker::{Delivery, Event};
 use crate::error::BrokerError;
 
 const POLL: Duration = Duration::from_millis(100);
@@ -258,17 +259,17 @@ impl MemberContext {
             // Other members may own them already: a commit would be refused, or accepted and wrong.
             shared.assignment().remove(revoked);
             if !sources.is_empty() {
-                shared.tell(Ok(Event::Revoked { sources, lost, done: RevokeGuard::pair().0 }));
+                shared.tell(Ok(Event::Revoked { sources, lost, done: sync_channel(0).0 }));
             }
             return;
         }
         if !sources.is_empty() && !shared.is_closing() {
-            let (done, wait) = RevokeGuard::pair();
+            let (done, wait) = sync_channel(0);
             shared.tell(Ok(Event::Revoked { sources, lost, done }));
             let deadline = Instant::now() + shared.drain;
             // The guard sends nothing; its drop ends the wait. A subscriber that is closing need
             // not drain.
-            while let Err(std::sync::mpsc::RecvTimeoutError::Timeout) = wait.recv_timeout(BRIEF) {
+            while let Err(RecvTimeoutError::Timeout) = wait.recv_timeout(BRIEF) {
                 if Instant::now() >= deadline {
                     tracing::warn!("revoked kafka partitions were not drained in time; they go as they are");
                     break;

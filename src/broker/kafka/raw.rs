@@ -14,9 +14,9 @@ use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::DeliveryResult;
 use rdkafka::producer::{BaseProducer, BaseRecord, Producer, ProducerContext};
 
-use super::config::KafkaConfig;
 use super::topology::TopicLimits;
-use super::{blocking, client, properties, wire};
+use super::{KafkaBroker, blocking, client, properties, wire};
+use crate::broker::Raw;
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 
@@ -44,27 +44,24 @@ impl ProducerContext for Counting {
     }
 }
 
-/// A Kafka producer without any of oncebox's guarantees.
-pub struct RawProducer {
-    producer: Arc<BaseProducer<Counting>>,
+/// A producer without any of oncebox's guarantees.
+struct RawProducer {
+    producer: BaseProducer<Counting>,
     counts: Arc<Counts>,
     source: String,
 }
 
-impl std::fmt::Debug for RawProducer {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("RawProducer").finish_non_exhaustive()
-    }
-}
-
-impl RawProducer {
-    /// Makes a producer that waits for more messages, up to `linger`, before it sends a batch.
+impl KafkaBroker {
+    /// A producer without any of oncebox's guarantees, for `bench`. The function that it returns
+    /// sends messages as fast as the client takes them, and waits until all are delivered. The
+    /// client waits for more messages, up to `linger`, before it sends a batch.
     ///
     /// # Errors
-    /// [`BrokerError::Refused`] names a setting that the client does not take.
-    pub fn new(config: &KafkaConfig, linger: Duration) -> Result<Self, BrokerError> {
+    /// [`BrokerError::Refused`] names a setting that the client does not take. The function gives
+    /// the first refusal, or that the broker is silent for a minute.
+    pub fn raw(&self, linger: Duration) -> Result<Raw, BrokerError> {
         let sizes = TopicLimits::default().sizes();
-        let mut settings = client::producer(config, sizes);
+        let mut settings = client::producer(&self.config, sizes);
         settings
             .set("linger.ms", linger.as_millis().to_string())
             .set("queue.buffering.max.messages", "1000000")
@@ -73,25 +70,16 @@ impl RawProducer {
         let counts = Arc::new(Counts::default());
         let producer = BaseProducer::from_config_and_context(&settings, Counting(Arc::clone(&counts)))
             .map_err(|error| properties::refused(&error))?;
-        Ok(Self { producer: Arc::new(producer), counts, source: config.source.clone() })
-    }
-
-    /// Sends all messages as fast as the client takes them, and waits until all are delivered.
-    ///
-    /// # Errors
-    /// The first refusal, or a broker that is silent for a minute.
-    pub async fn send_all(&self, messages: Arc<Vec<OutgoingMessage>>) -> Result<(), BrokerError> {
-        let (producer, counts, source) = (Arc::clone(&self.producer), Arc::clone(&self.counts), self.source.clone());
-        blocking::run(move || send_all(&producer, &counts, &source, &messages)).await
+        let raw = Arc::new(RawProducer { producer, counts, source: self.config.source.clone() });
+        Ok(Box::new(move |messages| {
+            let raw = Arc::clone(&raw);
+            Box::pin(blocking::run(move || send_all(&raw, &messages)))
+        }))
     }
 }
 
-fn send_all(
-    producer: &BaseProducer<Counting>,
-    counts: &Counts,
-    source: &str,
-    messages: &[OutgoingMessage],
-) -> Result<(), BrokerError> {
+fn send_all(raw: &RawProducer, messages: &[OutgoingMessage]) -> Result<(), BrokerError> {
+    let RawProducer { producer, counts, source } = raw;
     let before = counts.delivered.load(Ordering::Relaxed);
     for (at, message) in messages.iter().enumerate() {
         let mut record = BaseRecord::<[u8], [u8]>::to(&message.topic)

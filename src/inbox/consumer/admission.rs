@@ -101,7 +101,7 @@ fn verdict(item: &Item, bounds: Bounds) -> Option<&'static str> {
 fn age(message: &Message) -> Age {
     match (time_in_id(message.id), message.time) {
         (Some(time), _) => Age::InId(time),
-        (None, Some(time)) => Age::Stated(DbTime::from_micros(time.timestamp_micros())),
+        (None, Some(time)) => Age::Stated(DbTime { micros: time.timestamp_micros() }),
         (None, None) => Age::Unknown,
     }
 }

@@ -82,12 +82,12 @@ impl Failure {
             [only] => Self::Of(*only, error),
             [first, ..] => match error.message_index().and_then(|index| items.get(index)) {
                 Some(its) if error.is_transient() => Self::Of(*its, error),
-                Some(its) => Self::InSet(*its, error.message().to_owned()),
+                Some(its) => Self::InSet(*its, error.message),
                 None if error.is_transient() && error.is_late() => Self::Locked(error),
                 None if error.is_transient() => Self::Of(*first, error),
-                None => Self::Unclear(error.message().to_owned()),
+                None => Self::Unclear(error.message),
             },
-            [] => Self::Unclear(error.message().to_owned()),
+            [] => Self::Unclear(error.message),
         }
     }
 

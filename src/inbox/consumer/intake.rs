@@ -8,6 +8,7 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::SyncSender;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -17,9 +18,9 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::item::{Done, End, Item, Source};
-use super::{ConsumerEnd, ConsumerOptions, Shared, lane, loss, positions};
-use crate::broker::{Begun, Delivery, Event, PartitionId, RevokeGuard, Subscriber};
-use crate::error::BrokerError;
+use super::{ConsumerOptions, Shared, lane, loss, positions};
+use crate::broker::{Begun, Delivery, Event, PartitionId, Subscriber};
+use crate::error::{BrokerError, RunEnd};
 use crate::inbox::port::{ConsumerId, Holding};
 use crate::inbox::rules::position::Position;
 use crate::inbox::rules::suspicion::Suspicion;
@@ -81,7 +82,7 @@ impl Assigned {
 struct GivingUp {
     lost: bool,
     /// Dropping it lets the broker go on.
-    guard: RevokeGuard,
+    guard: SyncSender<()>,
 }
 
 struct Intake<'a> {
@@ -112,7 +113,7 @@ pub(super) async fn run(
     consumer: ConsumerId,
     subscriber: Box<dyn Subscriber>,
     stop: &CancellationToken,
-) -> Result<ConsumerEnd, BrokerError> {
+) -> Result<RunEnd, BrokerError> {
     let (done_sender, mut done) = mpsc::unbounded_channel();
     let (lanes_stop, abandon) = (CancellationToken::new(), CancellationToken::new());
     let mut tasks = JoinSet::new();
@@ -190,7 +191,7 @@ pub(super) async fn run(
 }
 
 /// Ends the subscriber because a task ended that must not end.
-fn in_disorder(shared: &Shared, what: &str, ended: Result<(), JoinError>) -> Result<ConsumerEnd, BrokerError> {
+fn in_disorder(shared: &Shared, what: &str, ended: Result<(), JoinError>) -> Result<RunEnd, BrokerError> {
     let why = ended.err().map_or_else(|| "it returned".to_owned(), |error| error.to_string());
     let why = format!("{what}: {why}");
     tracing::error!(consumer = %shared.options.name, "{why}");
@@ -203,14 +204,14 @@ impl Intake<'_> {
         &mut self,
         done: &mut mpsc::UnboundedReceiver<Done>,
         stop: &CancellationToken,
-    ) -> Result<ConsumerEnd, BrokerError> {
+    ) -> Result<RunEnd, BrokerError> {
         let mut tick = tokio::time::interval(Duration::from_millis(50));
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         loop {
             // Every branch is cancel safe: `next` by its contract, channel and timer by theirs.
             tokio::select! {
                 biased;
-                () = stop.cancelled() => return Ok(ConsumerEnd::Stopped),
+                () = stop.cancelled() => return Ok(RunEnd::Stopped),
                 Some(first) = done.recv() => {
                     let mut finished = vec![first];
                     while let Ok(next) = done.try_recv() {
@@ -242,7 +243,7 @@ impl Intake<'_> {
                     self.tell_where_the_mark_stands().await;
                     self.go_on()?;
                     if self.is_idle().await? {
-                        return Ok(ConsumerEnd::Idle);
+                        return Ok(RunEnd::Idle);
                     }
                 }
             }
@@ -414,7 +415,7 @@ impl Intake<'_> {
         self.shared.health.trouble(&self.shared.part, IDS, why.map(Trouble::Stops));
     }
 
-    fn revoke(&mut self, id: &PartitionId, lost: bool, guard: &RevokeGuard) {
+    fn revoke(&mut self, id: &PartitionId, lost: bool, guard: &SyncSender<()>) {
         if self.refused.remove(id).is_some() {
             self.show_refused();
         }

@@ -59,10 +59,7 @@ pub(super) struct Item {
 impl Item {
     pub(super) fn identify(delivery: Delivery, source: Arc<Source>, options: &ConsumerOptions, is_log: bool) -> Self {
         let Delivery { sequence, redelivered, arrived, .. } = delivery;
-        let (message, unusable) = match Message::identify(arrived, &options.id_rule, &options.id_epoch, is_log) {
-            Ok(message) => (message, None),
-            Err(unusable) => (unusable.message, Some(unusable.reason)),
-        };
+        let (message, unusable) = Message::identify(arrived, &options.id_rule, &options.id_epoch, is_log);
         let (hash, lane_id) = (message.content_hash(), message.lane_id());
         let (was_judged, is_aside) = (false, false);
         Self { message, hash, lane_id, unusable, source, sequence, redelivered, was_judged, is_aside }

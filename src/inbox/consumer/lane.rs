@@ -211,7 +211,7 @@ impl Lane {
                 }
             }
             Ok(BatchEnd::Failed(Failure::Of(index, error))) if error.is_transient() && !error.is_late() => {
-                self.again(items, tries, error.message(), Some(index), stack).await;
+                self.again(items, tries, &error.message, Some(index), stack).await;
             }
             Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error)))
                 if waited && self.lock_waits > LOCK_WAITS_MAX =>
@@ -226,7 +226,7 @@ impl Lane {
                 stack_up(items, split::around(whole, index), &tries, None, stack);
             }
             Ok(BatchEnd::Failed(Failure::Locked(error))) => {
-                let why = error.message();
+                let why = &error.message;
                 tracing::warn!(consumer = %self.shared.options.name, messages = items.len(), %why, "a batch waited for a lock; its halves run");
                 stack_up(items, split::without_blame(whole), &tries, None, stack);
             }

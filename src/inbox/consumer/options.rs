@@ -6,7 +6,6 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::error::StoreError;
-use crate::inbox::rules::horizon::Horizon;
 use crate::message::IdRule;
 use crate::outbox::rules::policy::DeadPolicy;
 use crate::time::bound;
@@ -85,9 +84,9 @@ pub struct ConsumerOptions {
     pub dead: DeadPolicy,
     /// What happens to kinds without a handler.
     pub unhandled: Unhandled,
-    /// How long the inbox remembers ids. A message older than what was purged is dead as too old.
-    /// Default: for ever.
-    pub horizon: Horizon,
+    /// How long the inbox remembers ids; `None`, the default: for ever. A message older than what
+    /// was purged is dead as too old.
+    pub horizon: Option<Duration>,
     /// The pause between two purges of rows older than the horizon. Default 1 h; the inbox is
     /// larger by the rows of that time.
     pub purge_every: Duration,
@@ -126,7 +125,7 @@ impl ConsumerOptions {
             retry: RetryPolicy::default(),
             dead: DeadPolicy::Hold,
             unhandled: Unhandled::Acknowledge,
-            horizon: Horizon::Never,
+            horizon: None,
             purge_every: Duration::from_secs(3_600),
             redrive_age_max: Duration::from_secs(7 * 86_400),
             drain: Duration::from_secs(10),
@@ -167,10 +166,7 @@ impl ConsumerOptions {
                 "consumer `outbox`: this name means the outbox in `dead list` and in the metrics; choose another one";
             return Err(StoreError::Refused(why.to_owned()));
         }
-        let horizon = match self.horizon {
-            Horizon::Never => Duration::ZERO,
-            Horizon::After(horizon) => horizon,
-        };
+        let horizon = self.horizon.unwrap_or_default();
         bound::check([
             ("handler_timeout", self.handler_timeout),
             ("in_place_delay", self.retry.in_place_delay),

@@ -9,9 +9,10 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-use super::{ConsumerError, Shared};
+use super::Shared;
+use crate::error::RunError;
 use crate::inbox::port::ConsumerId;
-use crate::inbox::rules::horizon::{Horizon, HorizonTooShort, Sources};
+use crate::inbox::rules::horizon::{HorizonTooShort, Sources, purge_bound};
 use crate::observe;
 use crate::time::pace::{Pace, sleep_unless};
 
@@ -45,12 +46,12 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
 }
 
 /// Deletes all rows older than the horizon; returns how many.
-async fn round(shared: &Shared, consumer: ConsumerId, stop: &CancellationToken) -> Result<u64, ConsumerError> {
+async fn round(shared: &Shared, consumer: ConsumerId, stop: &CancellationToken) -> Result<u64, RunError> {
     while shared.store.forget_attempts(consumer, PAGE).await? == PAGE as u64 && sleep_unless(stop, BETWEEN).await {}
     // Checked again: since then, a topic may have been made, or its retention may be longer.
     check(shared, consumer).await?;
-    let now = shared.store.bounds(consumer).await?.now;
-    let Some(below) = shared.options.horizon.purge_bound(now) else { return Ok(0) };
+    let Some(horizon) = shared.options.horizon else { return Ok(0) };
+    let below = purge_bound(horizon, shared.store.bounds(consumer).await?.now);
     let (mut rows, mut after) = (0, None);
     loop {
         let purged = shared.store.purge(consumer, below, after, PAGE).await?;
@@ -64,11 +65,9 @@ async fn round(shared: &Shared, consumer: ConsumerId, stop: &CancellationToken) 
 }
 
 /// Refuses a horizon within which a duplicate can still come.
-pub(super) async fn check(shared: &Shared, consumer: ConsumerId) -> Result<(), ConsumerError> {
+pub(super) async fn check(shared: &Shared, consumer: ConsumerId) -> Result<(), RunError> {
     let options = &shared.options;
-    if options.horizon == Horizon::Never {
-        return Ok(());
-    }
+    let Some(horizon) = options.horizon else { return Ok(()) };
     let sources = Sources {
         skew: shared.store.bounds(consumer).await?.id_skew,
         topic: shared.broker.retention(&options.topics).await?,
@@ -76,7 +75,6 @@ pub(super) async fn check(shared: &Shared, consumer: ConsumerId) -> Result<(), C
         waiting: options.retry.longest(),
         dead: options.redrive_age_max,
     };
-    let refused =
-        |why: HorizonTooShort| ConsumerError::Horizon { consumer: options.name.clone(), why: why.to_string() };
-    sources.check(options.horizon).map_err(refused)
+    let refused = |why: HorizonTooShort| RunError::Horizon { consumer: options.name.clone(), why: why.to_string() };
+    sources.check(horizon).map_err(refused)
 }

@@ -275,7 +275,7 @@ impl Retrier {
                 Ok(RunEnd::Failed(Failure::Of(at, error))) if !error.is_transient() || error.is_late() => {
                     self.give_back(&mut run, at.max(1)).await?;
                     match at {
-                        0 if error.is_transient() => return self.lasts(run.swap_remove(0), error.message()),
+                        0 if error.is_transient() => return self.lasts(run.swap_remove(0), &error.message),
                         0 => return self.failed(run.swap_remove(0), error),
                         _ => continue,
                     }
@@ -290,7 +290,7 @@ impl Retrier {
                     self.give_back(&mut run, half).await?;
                     continue;
                 }
-                Ok(RunEnd::Failed(Failure::Locked(error))) => return self.lasts(run.swap_remove(0), error.message()),
+                Ok(RunEnd::Failed(Failure::Locked(error))) => return self.lasts(run.swap_remove(0), &error.message),
                 Ok(RunEnd::Failed(Failure::Unclear(why) | Failure::InSet(_, why))) => {
                     return self.failed(run.swap_remove(0), HandlerError::retryable(why));
                 }
@@ -387,11 +387,11 @@ impl Retrier {
                 shared.store.give_back(consumer, run).await?;
             }
             Some(Owed::Postpone(head, after, error)) => {
-                shared.store.postpone(head, *after, error.message()).await?;
+                shared.store.postpone(head, *after, &error.message).await?;
             }
             Some(Owed::Bury(head, reason, error)) => {
                 let holds = shared.options.holds();
-                if shared.store.bury(head, reason, error.message(), holds).await? {
+                if shared.store.bury(head, reason, &error.message, holds).await? {
                     tracing::error!(consumer = %shared.options.name, id = %head.message.id, sent_id = %head.message.id_text, topic = %head.message.topic, reason, holds, %error, "a message is dead");
                     observe::delivered(&shared.options.name, DeliveryOutcome::Dead, 1);
                 }

@@ -19,8 +19,8 @@ pub(super) const KILLS: &str = "every try ended with the process: the handler ki
 
 /// Decides what follows a failed try; `counted` is the number of tries.
 pub(super) fn decide(retry: &RetryPolicy, error: &HandlerError, counted: u32) -> Decision {
-    let asked = match error.after() {
-        _ if error.is_terminal() => Asked::NoRetry,
+    let asked = match error.retry_after {
+        _ if error.terminal => Asked::NoRetry,
         Some(after) => Asked::After(after),
         None if error.is_late() => Asked::NotInPlace,
         None => Asked::Nothing,

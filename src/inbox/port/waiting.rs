@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use super::consumer::ConsumerId;
+use super::ConsumerId;
 use crate::error::StoreError;
 use crate::message::Message;
 

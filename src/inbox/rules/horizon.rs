@@ -113,24 +113,10 @@ pub(crate) fn purge_row(in_id: Option<DbTime>, received: DbTime, below: DbTime) 
     is_past.then(|| DbTime::from_millis(in_id.unwrap_or(received).millis().saturating_add(1)))
 }
 
-/// How long inbox rows live.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Horizon {
-    /// Rows live for ever. The default for a topic that is compacted or unlimited.
-    Never,
-    /// Rows live for this long; older ones may be purged.
-    After(Duration),
-}
-
-impl Horizon {
-    /// Rows older than the returned time may be removed by a purge that begins now; `None` if no
-    /// row may. The time is in whole milliseconds, like the times in ids.
-    pub(crate) fn purge_bound(self, now: DbTime) -> Option<DbTime> {
-        match self {
-            Self::Never => None,
-            Self::After(age) => Some(DbTime::from_millis(now.before(age).millis())),
-        }
-    }
+/// Rows older than the returned time may be removed by a purge that begins now. The time is in
+/// whole milliseconds, like the times in ids.
+pub(crate) fn purge_bound(horizon: Duration, now: DbTime) -> DbTime {
+    DbTime::from_millis(now.before(horizon).millis())
 }
 
 /// How long a topic keeps records that a consumer may read again.
@@ -186,7 +172,7 @@ mod tests {
     fn r31_a_time_beyond_database_time_and_skew_is_from_the_future() {
         for age in [Age::InId, Age::Stated] {
             assert_eq!(judge(age(at(10_060)), bounds(None)), Verdict::GoOn);
-            assert_eq!(judge(age(DbTime::from_micros(at(10_060).micros() + 1)), bounds(None)), Verdict::FromTheFuture);
+            assert_eq!(judge(age(DbTime { micros: at(10_060).micros + 1 }), bounds(None)), Verdict::FromTheFuture);
         }
     }
 
@@ -208,14 +194,13 @@ mod tests {
         assert_eq!(purge_row(Some(early), late, bound), None, "it was redriven: a second copy is a duplicate");
         assert_eq!(purge_row(Some(late), early, bound), None, "its time has not passed");
         assert_eq!((purge_row(Some(bound), early, bound), purge_row(None, bound, bound)), (None, None));
-        let last = DbTime::from_micros(bound.micros() - 1);
+        let last = DbTime { micros: bound.micros - 1 };
         assert_eq!(purge_row(None, last, bound), Some(bound), "never above that of the purge");
     }
 
     #[test]
-    fn a_purge_begins_a_horizon_before_now_and_never_means_no_purge() {
-        let now = DbTime::from_micros(at(10_000).micros() + 999);
-        assert_eq!(Horizon::After(SKEW).purge_bound(now), Some(at(9_940)));
-        assert_eq!(Horizon::Never.purge_bound(at(10_000)), None);
+    fn a_purge_begins_a_horizon_before_now() {
+        let now = DbTime { micros: at(10_000).micros + 999 };
+        assert_eq!(purge_bound(SKEW, now), at(9_940));
     }
 }

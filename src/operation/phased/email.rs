@@ -136,7 +136,7 @@ impl Provider for Emails {
     async fn send(&self, call: &Call<'_>) -> Sent {
         let (envelope, email) = match opened(call.bytes) {
             Ok(parts) => parts,
-            Err(error) => return Sent { answer: Answer::NotMade, saw: error.message().as_bytes().to_vec() },
+            Err(error) => return Sent { answer: Answer::NotMade, saw: error.message.into_bytes() },
         };
         match self.transport.carry(&message_id(call.key), &envelope, email, SENDING).await {
             Ok(()) => Sent { answer: sending::uncompared(Answer::status(200)), saw: Vec::new() },

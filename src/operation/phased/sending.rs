@@ -44,9 +44,9 @@ impl<S: Base, C: Send + Sync + 'static, P: Prepare<C>> FirstPhase<S, C> for Begi
     async fn run(&self, phase: &mut Phase<'_, S>, command: &C) -> Result<First, HandlerError> {
         match self.effect.intend(phase.context(), command) {
             Ok(intent) => Ok(First::Intent(intent)),
-            Err(error) if error.is_terminal() => {
+            Err(error) if error.terminal => {
                 let word = Delivery::Refused.word();
-                let body = serde_json::json!({"code": self.refused, "state": word, "detail": error.message()});
+                let body = serde_json::json!({"code": self.refused, "state": word, "detail": error.message});
                 Ok(First::Rejected {
                     reply: Reply::json(422, &body)?,
                     code: Some(self.refused.to_owned()),

@@ -244,7 +244,7 @@ impl Provider for Webhooks {
         let not_made = |why: String| Sent { answer: Answer::NotMade, saw: why.into_bytes() };
         let (envelope, body) = match sending::opened::<Envelope>(call.bytes) {
             Ok(parts) => parts,
-            Err(error) => return not_made(error.message().to_owned()),
+            Err(error) => return not_made(error.message),
         };
         let url = match Url::parse(&envelope.url) {
             Ok(url) => url,

@@ -310,7 +310,7 @@ pub(super) mod tests {
             record.expires_at = Some(at(110));
             let expected = if state.is_terminal() { State::Expired } else { state };
             assert_eq!(record.state_at(at(110)), state);
-            assert_eq!(record.state_at(DbTime::from_micros(110_000_001)), expected);
+            assert_eq!(record.state_at(DbTime { micros: 110_000_001 }), expected);
             record.expires_at = None;
             assert_eq!(record.state_at(at(1_000_000_000)), state, "without a time it stays");
         }

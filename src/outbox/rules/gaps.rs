@@ -42,7 +42,7 @@ mod set;
 mod window;
 
 pub(crate) use self::cursor::{GapCursor, RANGES_MAX};
-pub(crate) use self::plan::{CheckpointTicket, CursorError, Mark, ReadOutcome, ReadPlan};
+pub(crate) use self::plan::{CheckpointTicket, Mark, ReadOutcome, ReadPlan};
 pub(crate) use self::set::{GapSet, Range};
 
 #[cfg(test)]

@@ -21,7 +21,7 @@ use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
 use super::{Bounded, Remote, silent};
-use crate::error::{StoreError, classify};
+use crate::error::{StoreError, classify, words};
 
 /// How long the first connection may take if there is only one host. Then an error is returned.
 const ONE_MAX: Duration = Duration::from_secs(10);
@@ -75,7 +75,7 @@ impl fmt::Display for Wrong {
         match self {
             Self::Standby => f.write_str("it is a standby"),
             Self::Silent(limit) => write!(f, "it did not answer within {limit:?}"),
-            Self::Said(error) => f.write_str(&classify::words(error)),
+            Self::Said(error) => f.write_str(&words(error)),
         }
     }
 }

@@ -77,7 +77,7 @@ impl Enqueue for MySqlConnection {
     async fn write(&mut self, mut messages: Vec<NewMessage>) -> Result<Vec<Uuid>, StoreError> {
         let mut largest = Largest::default();
         for message in &mut messages {
-            message.settle_trace()?;
+            CEILINGS.check(message)?;
             // A trace context that was put together by hand may be malformed. Headers were checked
             // above.
             if let Some(trace) = &message.trace {
@@ -86,7 +86,6 @@ impl Enqueue for MySqlConnection {
                         LimitError::new("trace", format!("`{}` is not of the W3C form", trace.traceparent))
                     })?);
             }
-            CEILINGS.check(message)?;
             largest.measure(message);
         }
         // Ids are made with the clock of this host; the statement refuses them where that clock is
@@ -95,10 +94,10 @@ impl Enqueue for MySqlConnection {
         // A message above every default limit may not even fit into a packet, and the server closes
         // the connection on one that is too large. So the limits are checked first.
         if largest.message > 900_000 || largest.all > PACKET_UNASKED_MAX {
-            explain(self, &messages, largest.all).await?;
+            explain(self, &mut messages, largest.all).await?;
         }
         for _ in 0..TRIES_MAX {
-            let times = made.iter().filter_map(|id| MessageId::from_uuid(*id).unix_millis());
+            let times = made.iter().filter_map(|id| MessageId::from(*id).unix_millis());
             let times: Vec<i64> = times.filter_map(|millis| i64::try_from(millis).ok()).collect();
             let (first, last) = (times.iter().min().copied(), times.iter().max().copied());
             let written = sqlx::query(INSERT)
@@ -125,7 +124,7 @@ impl Enqueue for MySqlConnection {
                     return Err(StoreError::Corrupt(format!("the outbox took {written} of {wanted} messages")));
                 }
             }
-            let now = explain(self, &messages, largest.all).await?;
+            let now = explain(self, &mut messages, largest.all).await?;
             // No limit is broken, so the clock of this host is wrong: the ids made here get the
             // database's time.
             for (id, message) in made.iter_mut().zip(&messages) {
@@ -172,7 +171,7 @@ impl Enqueue for MySqlConnection {
 
 /// Finds out by name which limit a message breaks. Returns the database's time in milliseconds
 /// where no limit is broken. `bytes` is the size of the call.
-async fn explain(connection: &mut MySqlConnection, messages: &[NewMessage], bytes: i64) -> Result<u64, StoreError> {
+async fn explain(connection: &mut MySqlConnection, messages: &mut [NewMessage], bytes: i64) -> Result<u64, StoreError> {
     let mut limits = Limits::default();
     let (mut skew, mut now, mut packet, mut found) = (0_u64, 0_u64, i64::MAX, 0);
     for row in sqlx::query(LIMITS).fetch_all(connection).await? {
@@ -192,9 +191,9 @@ async fn explain(connection: &mut MySqlConnection, messages: &[NewMessage], byte
             "a row of oncebox_limits is missing; `oncebox migrate print` shows all".to_owned(),
         ));
     }
-    for message in messages {
+    for message in messages.iter_mut() {
         limits.check(message)?;
-        let given = message.id.and_then(|id| MessageId::from_uuid(id).unix_millis());
+        let given = message.id.and_then(|id| MessageId::from(id).unix_millis());
         if let Some(given) = given
             && given.abs_diff(now) > skew * 1_000
         {

@@ -136,12 +136,12 @@ impl OwnInbox for MySqlStore {
         if ids.is_empty() {
             return Ok(HashSet::new());
         }
-        let found = sqlx::query_scalar(concat!("select i.message_id from ", of_ids!()))
+        let found: Vec<Uuid> = sqlx::query_scalar(concat!("select i.message_id from ", of_ids!()))
             .bind(id_list(ids))
             .bind(consumer.0)
             .all(&self.pool)
             .await?;
-        Ok(found.into_iter().map(MessageId::from_uuid).collect())
+        Ok(found.into_iter().map(MessageId::from).collect())
     }
 
     async fn are_contested(&self, consumer: ConsumerId, ids: &[MessageId]) -> Result<bool, StoreError> {
@@ -200,10 +200,10 @@ impl InboxTx for MySqlInboxTx {
             let hash = sixteen("content_hash", row.try_get::<&[u8], _>(1)?)?;
             let is_new = row.try_get::<&[u8], _>(2)? == self.token;
             if is_new {
-                self.received = Some(DbTime::from_micros(row.try_get(3)?));
-                self.ours.push(MessageId::from_uuid(id));
+                self.received = Some(DbTime { micros: row.try_get(3)? });
+                self.ours.push(MessageId::from(id));
             }
-            found.insert(MessageId::from_uuid(id), (hash, is_new));
+            found.insert(MessageId::from(id), (hash, is_new));
         }
         let answer = |entry: &InboxEntry| match found.get(&entry.id) {
             Some((hash, true)) if *hash == entry.hash => Ok(None),
@@ -460,8 +460,8 @@ async fn standing(
 
 fn bounds_of(row: &MySqlRow) -> Result<Bounds, StoreError> {
     Ok(Bounds {
-        purged_below: row.try_get::<Option<i64>, _>(0)?.map(DbTime::from_micros),
-        now: DbTime::from_micros(row.try_get(1)?),
+        purged_below: row.try_get::<Option<i64>, _>(0)?.map(|micros| DbTime { micros }),
+        now: DbTime { micros: row.try_get(1)? },
         id_skew: Duration::from_secs(row.try_get::<i64, _>(2)?.unsigned_abs()),
     })
 }

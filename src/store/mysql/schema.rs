@@ -124,7 +124,7 @@ async fn apply(connection: &mut Bounded<MySql>) -> Result<Vec<i64>, StoreError> 
                     if migration.version == FUNCTION
                         && number(&error).is_some_and(|number| FORBIDDEN.contains(&number)) =>
                 {
-                    let error = crate::error::classify::words(&error);
+                    let error = crate::error::words(&error);
                     tracing::warn!(error, "the function oncebox_enqueue cannot be made here, the procedure is there");
                     break;
                 }

@@ -27,7 +27,7 @@ use sqlx::{Arguments, AssertSqlSafe, MySql, MySqlConnection, QueryBuilder};
 use super::{MySqlStore, number, without_transactions};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::statements::{Dialect, Piece, SetError, SqlValue, Statements, names, set_if_read, split, written};
+use crate::store::statements::{Dialect, Piece, SqlValue, Statements, names, set_if_read, split, written};
 
 /// The most digits of a DECIMAL, and the most of them after the point.
 const DIGITS_MAX: usize = 65;
@@ -147,18 +147,18 @@ impl Statements for MySqlStore {
         connection: &mut MySqlConnection,
         set: &MySqlSet,
         values: &[BTreeMap<String, SqlValue>],
-    ) -> Result<(), SetError> {
+    ) -> Result<(), (Option<usize>, StoreError)> {
         let mut from = 0;
         while from < values.len() {
             let part = &values[from..set.end_of_block(values, from)];
             let (runner, spare) = set.runner(part.len());
             let mut arguments = MySqlArguments::default();
-            let of_none = |error| SetError { at: None, error: corrupt(&error) };
+            let of_none = |error| (None::<usize>, corrupt(&error));
             arguments.add(block(&set.statements, part, spare)).map_err(of_none)?;
             for (at, values) in part.iter().enumerate() {
                 for pieces in &set.statements {
                     let bound = bind(&mut arguments, pieces, values);
-                    bound.map_err(|error| SetError { at: Some(from + at), error })?;
+                    bound.map_err(|error| (Some(from + at), error))?;
                 }
             }
             for _ in 0..spare {
@@ -172,7 +172,7 @@ impl Statements for MySqlStore {
                 let at = sqlx::query_scalar(AT).fetch_one(connection).await;
                 let at = at.ok().and_then(|at: Option<i64>| usize::try_from(at?).ok());
                 let at = at.filter(|at| tells && *at < part.len()).map(|at| from + at);
-                return Err(SetError { at, error });
+                return Err((at, error));
             }
             from += part.len();
         }

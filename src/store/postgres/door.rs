@@ -58,7 +58,6 @@ impl Enqueue for PgConnection {
 pub(super) fn checked(mut messages: Vec<NewMessage>) -> Result<Vec<NewMessage>, StoreError> {
     let mut bytes = 0_usize;
     for message in &mut messages {
-        message.settle_trace()?;
         WIDEST.check(message)?;
         let headers: usize = message.headers.iter().map(|(name, value)| name.len() + value.len()).sum();
         let key = message.key.as_ref().map_or(0, String::len);

@@ -137,8 +137,9 @@ impl OwnInbox for PostgresStore {
         let mut known = HashSet::with_capacity(ids.len());
         for (statement, ids) in [(KNOWN_TIMED, &ids.timed), (KNOWN_UNTIMED, &ids.untimed)] {
             if !ids.is_empty() {
-                let found = sqlx::query_scalar(statement).bind(consumer.0).bind(ids).all(&mut connection).await?;
-                known.extend(found.into_iter().map(MessageId::from_uuid));
+                let found = sqlx::query_scalar(statement).bind(consumer.0).bind(ids);
+                let found: Vec<Uuid> = found.all(&mut connection).await?;
+                known.extend(found.into_iter().map(MessageId::from));
             }
         }
         Ok(known)
@@ -374,8 +375,8 @@ fn standing_of(blocked: Vec<Uuid>, purged_below: Option<i64>, now: i64, id_skew:
     Standing {
         blocked: blocked.into_iter().map(Uuid::into_bytes).collect(),
         bounds: Bounds {
-            purged_below: purged_below.map(DbTime::from_micros),
-            now: DbTime::from_micros(now),
+            purged_below: purged_below.map(|micros| DbTime { micros }),
+            now: DbTime { micros: now },
             id_skew: Duration::from_secs(id_skew.unsigned_abs()),
         },
     }

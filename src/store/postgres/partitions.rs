@@ -360,14 +360,14 @@ pub(super) async fn attempt(connection: &mut Bounded<Postgres>, statements: &str
                 // To be tried later: a lock, a deadlock, a slow scan, unproven rows, a range that
                 // another process made, rows in DEFAULT.
                 Some("55P03" | "40P01" | "57014" | "55000" | "42P07" | "42P17" | "23514") => {
-                    let error = crate::error::classify::words(&error);
+                    let error = crate::error::words(&error);
                     tracing::debug!(error, "partitions are left as they are for now");
                     Ok(false)
                 }
                 // This role may not make tables. Rows go to the DEFAULT partition, and `doctor`
                 // reports it.
                 Some("42501") => {
-                    let error = crate::error::classify::words(&error);
+                    let error = crate::error::words(&error);
                     tracing::warn!(
                         error,
                         "this role may not make partitions; run the publisher as the owner of the schema"

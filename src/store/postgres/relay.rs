@@ -20,7 +20,7 @@ use crate::error::StoreError;
 use crate::outbox::port::{
     DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
-use crate::outbox::rules::gaps::{CursorError, GapCursor, GapSet, RANGES_MAX};
+use crate::outbox::rules::gaps::{GapCursor, GapSet, RANGES_MAX};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::{Session, outbox};
 use crate::time::lease::Fence;
@@ -244,7 +244,7 @@ impl RelaySession for PostgresSession {
         self.tidied.saw(found.last_value);
         let passes = found.rows.is_empty();
         let outcome = self.cursor.on_read(found.xmin, &found.positions, found.more, passes);
-        let outcome = outcome.map_err(|error| doubt(&error))?;
+        let outcome = outcome.map_err(StoreError::Corrupt)?;
         self.batch += 1;
         if let Some(number) = outcome.batch {
             // Where neither this read nor the last had a row of this shard, the cursor gives the
@@ -294,7 +294,7 @@ impl RelaySession for PostgresSession {
         let xact: i64 = row.try_get(0)?;
         self.fence.revision += 1;
         let now = self.now();
-        self.cursor.on_checkpoint(ticket, xact.unsigned_abs(), now).map_err(|error| doubt(&error))?;
+        self.cursor.on_checkpoint(ticket, xact.unsigned_abs(), now).map_err(StoreError::Corrupt)?;
         if let Some(moved) = moved {
             while self.batches.front().is_some_and(|(_, number)| *number <= moved.batch) {
                 self.batches.pop_front();
@@ -396,10 +396,4 @@ impl PostgresSession {
 /// Ids of transactions as the cursor knows them.
 fn unsigned(ids: Vec<i64>) -> Vec<u64> {
     ids.into_iter().map(i64::unsigned_abs).collect()
-}
-
-/// The answer of the database contradicts the cursor: the session ends, and a new one starts from
-/// what is stored.
-fn doubt(error: &CursorError) -> StoreError {
-    StoreError::Corrupt(error.to_string())
 }

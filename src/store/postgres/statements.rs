@@ -20,9 +20,7 @@ use super::connect::BEGIN;
 use crate::error::StoreError;
 use crate::message::wire;
 use crate::store::bounded::Ask;
-use crate::store::statements::{
-    Dialect, Piece, SetError, SqlValue, Statements, first_word, names, set_if_read, split, written,
-};
+use crate::store::statements::{Dialect, Piece, SqlValue, Statements, first_word, names, set_if_read, split, written};
 use crate::text::hex::hex;
 
 /// A statement whose parameters are text, each cast to the type that the server determined.
@@ -114,19 +112,19 @@ impl Statements for PostgresStore {
         connection: &mut PgConnection,
         set: &PostgresSet,
         values: &[BTreeMap<String, SqlValue>],
-    ) -> Result<(), SetError> {
+    ) -> Result<(), (Option<usize>, StoreError)> {
         let mut run = sqlx::query(set.run).bind(set.block);
         for (name, wants_bytes) in &set.parameters {
             let mut column = Vec::with_capacity(values.len());
             for (at, values) in values.iter().enumerate() {
                 let value = values.get(name).map_or(Ok(None), |value| text_of(name, value, *wants_bytes));
-                column.push(value.map_err(|error| SetError { at: Some(at), error })?);
+                column.push(value.map_err(|error| (Some(at), error))?);
             }
             run = run.bind(column);
         }
         match run.execute(connection).await {
             Ok(_) => Ok(()),
-            Err(error) => Err(SetError { at: at(&error), error: error.into() }),
+            Err(error) => Err((at(&error), error.into())),
         }
     }
 }

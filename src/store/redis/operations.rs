@@ -56,7 +56,7 @@ impl Fields {
     }
 
     fn time(&self, name: &str) -> Result<Option<DbTime>, StoreError> {
-        Ok(self.maybe(name)?.map(DbTime::from_micros))
+        Ok(self.maybe(name)?.map(|micros| DbTime { micros }))
     }
 
     fn record(&self, now: DbTime) -> Result<Record, StoreError> {
@@ -94,7 +94,7 @@ impl Fields {
             operation_id: self.read("operation_id")?,
             attempts: self.read("attempts")?,
             parked: false,
-            created_at: DbTime::from_micros(self.read("created")?),
+            created_at: DbTime { micros: self.read("created")? },
             outcome_at: self.time("outcome")?,
             expires_at: self.time("expires")?,
             answer,
@@ -197,11 +197,11 @@ impl Keys for RedisKeys {
         let forgotten = self.key("forgotten", identity.operation().as_str());
         type Found = (i64, Option<i64>, Option<u64>, Option<u64>, HashMap<String, Vec<u8>>);
         let (now, first, shortest, skew, fields): Found = self.call(&scripts::FIND, &[record, forgotten], &[]).await?;
-        let now = DbTime::from_micros(now);
+        let now = DbTime { micros: now };
         let purged_below = first.zip(shortest).and_then(|(first, shortest)| {
             let shortest = Duration::from_micros(shortest);
             let skew = skew.map_or(ID_SKEW, |skew| Duration::from_micros(skew).max(ID_SKEW));
-            (DbTime::from_micros(first).after(shortest) <= now).then(|| now.before(shortest).after(skew))
+            (DbTime { micros: first }.after(shortest) <= now).then(|| now.before(shortest).after(skew))
         });
         let record = if fields.is_empty() { None } else { Some(Fields(fields).record(now)?) };
         Ok(Look { now, purged_below, record, body: None })
@@ -332,7 +332,7 @@ impl Keys for RedisKeys {
         let found: (u64, Option<f64>, u64, i64) = self.call(&scripts::STATS, &[running, unknown], &[]).await?;
         let (in_progress, oldest, unknown, now) = found;
         // A score is a time in microseconds, which a double holds whole.
-        let age = |since: f64| DbTime::from_micros(since as i64).until(DbTime::from_micros(now));
+        let age = |since: f64| DbTime { micros: since as i64 }.until(DbTime { micros: now });
         Ok(OperationStats { in_progress, oldest_in_progress: oldest.map(age), unknown })
     }
 }

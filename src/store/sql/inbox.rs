@@ -175,7 +175,7 @@ impl<S: OwnInbox> Inbox for S {
         if handled.is_empty() {
             return Ok(0);
         }
-        let ids: Vec<MessageId> = handled.into_iter().map(MessageId::from_uuid).collect();
+        let ids: Vec<MessageId> = handled.into_iter().map(MessageId::from).collect();
         self.run_alone(of_many(FORGET, consumer, &ids)).await
     }
 
@@ -234,7 +234,7 @@ impl<S: OwnInbox> Inbox for S {
             return Ok(Vec::new());
         }
         let rows = self.reader().await?.rows(of_many(COUNTED_OF, consumer, ids)).await?;
-        rows.iter().map(|row| Ok((MessageId::from_uuid(row.get(0)?), row.get(1)?))).collect()
+        rows.iter().map(|row| Ok((MessageId::from(row.get::<Uuid>(0)?), row.get(1)?))).collect()
     }
 
     async fn open_assignment(&self, consumer: ConsumerId, holding: &Holding) -> Result<Opened, StoreError> {

@@ -32,7 +32,7 @@ pub(in crate::store) fn message_of(row: &dyn Row, first: usize) -> Result<Messag
     let tracestate = row.get_foreign(first + 12)?;
     Ok(Message {
         attempt: row.get(first)?,
-        id: MessageId::from_uuid(row.get(first + 1)?),
+        id: MessageId::from(row.get::<Uuid>(first + 1)?),
         id_text: row.foreign(first + 2)?,
         topic: row.foreign(first + 3)?,
         key: row.get_opt(first + 4)?,

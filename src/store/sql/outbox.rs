@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::{Row, Session, SqlStore, Statement, sql};
 use crate::error::StoreError;
-use crate::outbox::port::{Diversion, DivertedRow, LeaseAnswer, LeaseRequest, OperatorRequest, RequestedAct};
+use crate::outbox::port::{Diversion, DivertedRow, LeaseAnswer, LeaseRequest, OperatorRequest};
 use crate::time::db_time::DbTime;
 use crate::time::lease::{Fence, Lease};
 
@@ -58,8 +58,8 @@ pub(in crate::store) async fn take(
     let row = session.only(of(LEASE)).await?;
     let fence = Fence { epoch: row.get::<i64>(0)? + 1, revision: row.get::<i64>(1)? + 1 };
     let (scanned_to, age): (i64, Option<i64>) = (row.get(2)?, row.get_opt(4)?);
-    let (now, length) = (DbTime::from_micros(0), Duration::from_micros(row.get_opt(5)?.unwrap_or(0)));
-    let lease = Lease { until: DbTime::from_micros(-age.unwrap_or(0)), length };
+    let (now, length) = (DbTime { micros: 0 }, Duration::from_micros(row.get_opt(5)?.unwrap_or(0)));
+    let lease = Lease { until: DbTime { micros: -age.unwrap_or(0) }, length };
     let other = row.get_opt::<String>(3)?.filter(|owner| *owner != request.owner && !lease.is_expired(now));
     if let Some(owner) = other {
         transaction.rollback().await?;
@@ -136,12 +136,12 @@ pub(in crate::store) async fn requests(
 }
 
 fn request(row: &dyn Row) -> Result<OperatorRequest, StoreError> {
-    let act = match row.get::<String>(3)?.as_str() {
-        "redrive" => RequestedAct::Redrive,
-        "discard" => RequestedAct::Discard,
+    let discard = match row.get::<String>(3)?.as_str() {
+        "redrive" => false,
+        "discard" => true,
         other => return Err(StoreError::Corrupt(format!("a dead or held row has the request `{other}`"))),
     };
-    Ok(OperatorRequest { position: row.get(0)?, topic: row.get(1)?, key: row.get_opt(2)?, act })
+    Ok(OperatorRequest { position: row.get(0)?, topic: row.get(1)?, key: row.get_opt(2)?, discard })
 }
 
 /// How many rows to skip, so that the next one shows that there are at least so many.

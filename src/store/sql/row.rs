@@ -131,6 +131,6 @@ narrow_columns! { u8 u16 u32 u64 usize i32 }
 impl Column for DbTime {
     /// A time that `{micros ..}` gave.
     fn read(row: &dyn Row, at: usize) -> Result<Option<Self>, StoreError> {
-        Ok(row.get_int(at)?.map(Self::from_micros))
+        Ok(row.get_int(at)?.map(|micros| Self { micros }))
     }
 }

@@ -71,7 +71,7 @@ fn bytes_of(ids: &[MessageId]) -> Vec<u8> {
 }
 
 fn message_id(bytes: &[u8]) -> Result<MessageId, StoreError> {
-    Ok(MessageId::from_uuid(uuid::Uuid::from_bytes(sixteen(bytes)?)))
+    Ok(MessageId::from(uuid::Uuid::from_bytes(sixteen(bytes)?)))
 }
 
 #[async_trait]

@@ -14,7 +14,7 @@ use super::SqliteStore;
 use crate::error::StoreError;
 use crate::message::wire;
 use crate::store::base::Base;
-use crate::store::statements::{Dialect, SetError, SqlValue, Statements, names, split, written};
+use crate::store::statements::{Dialect, SqlValue, Statements, names, split, written};
 
 /// A statement with a `?` for each parameter, in order.
 #[derive(Debug)]
@@ -74,7 +74,7 @@ impl Statements for SqliteStore {
         _: &mut SqliteConnection,
         set: &Infallible,
         _: &[BTreeMap<String, SqlValue>],
-    ) -> Result<(), SetError> {
+    ) -> Result<(), (Option<usize>, StoreError)> {
         match *set {}
     }
 }

@@ -4,16 +4,7 @@
 //! Promise: the pieces joined again, with `:name` for each parameter, are the statement as written.
 //! Not here: the binding of values, which each database does.
 
-/// How a database writes strings, names and comments.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Dialect {
-    /// `E'..'` escapes, dollar quotes, nested comments, `::` casts.
-    Postgres,
-    /// Backslash escapes, backquotes, `#` comments.
-    MySql,
-    /// `[..]` and backquotes as names.
-    Sqlite,
-}
+use super::Dialect;
 
 /// A piece of a statement.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use crate::inbox::rules::horizon::{Age, Bounds, Horizon, Verdict, judge, purge_row};
+use crate::inbox::rules::horizon::{Age, Bounds, Verdict, judge, purge_bound, purge_row};
 use crate::time::db_time::DbTime;
 use proptest::prelude::*;
 use proptest::sample::Index;
@@ -54,7 +54,7 @@ fn age(kind: Kind, time: DbTime) -> Age {
 
 struct Inbox {
     now: DbTime,
-    horizon: Horizon,
+    horizon: Duration,
     skew: Duration,
     messages: Vec<Age>,
     /// Message and time of receipt.
@@ -88,7 +88,7 @@ impl Inbox {
     }
 
     fn purge(&mut self, steps: usize) {
-        let Some(below) = self.horizon.purge_bound(self.now) else { return };
+        let below = purge_bound(self.horizon, self.now);
         for (message, received) in self.rows.clone().into_iter().take(steps) {
             let in_id = match self.messages[message] {
                 Age::InId(time) => Some(time),
@@ -115,8 +115,8 @@ proptest! {
         steps in prop::collection::vec(step(), 0..150),
     ) {
         let mut inbox = Inbox {
-            now: DbTime::from_micros(1_000_000_000_000_123),
-            horizon: Horizon::After(Duration::from_micros(horizon)),
+            now: DbTime { micros: 1_000_000_000_000_123 },
+            horizon: Duration::from_micros(horizon),
             skew: Duration::from_micros(skew),
             messages: Vec::new(),
             rows: BTreeMap::new(),
@@ -129,7 +129,7 @@ proptest! {
             match step {
                 Step::Clock(micros) => inbox.now = inbox.now.after(Duration::from_micros(micros)),
                 Step::New { of, off, late } => {
-                    let time = DbTime::from_micros(inbox.now.micros() + off);
+                    let time = DbTime { micros: inbox.now.micros + off };
                     inbox.messages.push(age(of, time));
                     inbox.deliver(inbox.messages.len() - 1, late);
                 }
@@ -159,15 +159,15 @@ proptest! {
     ) {
         let mut bound = None;
         for (is_timed, micros) in &purged {
-            let time = DbTime::from_micros(*micros);
+            let time = DbTime { micros: *micros };
             let in_id = is_timed.then(|| DbTime::from_millis(time.millis()));
-            bound = bound.max(purge_row(in_id, time, DbTime::from_micros(2_000_000)));
+            bound = bound.max(purge_row(in_id, time, DbTime { micros: 2_000_000 }));
         }
         let last = purged.iter().map(|(_, micros)| *micros).max().unwrap_or(0);
         let skew = Duration::from_micros(skew);
         // The next whole millisecond, and for a stated time the skew, are what a bound may cost.
-        let time = DbTime::from_micros(last).after(Duration::from_millis(1) + skew + Duration::from_micros(later));
-        let now = DbTime::from_micros(10_000_000);
+        let time = DbTime { micros: last }.after(Duration::from_millis(1) + skew + Duration::from_micros(later));
+        let now = DbTime { micros: 10_000_000 };
         let age = if timed { Age::InId(time) } else { Age::Stated(time) };
         prop_assert_eq!(judge(age, Bounds { purged_below: bound, now, id_skew: skew }), Verdict::GoOn);
     }

@@ -7,10 +7,11 @@ use std::time::Duration;
 use super::Load;
 use super::work::{Maker, Raw};
 use super::yard::Yard;
+use crate::common::AnyBroker;
 use crate::ground::OwnDatabase;
 use crate::place::{Place, write_config};
 use oncebox::app::config::Settings;
-use oncebox::app::{AnyBroker, AppError, open_broker, open_store_with, say};
+use oncebox::app::{AppError, open_broker, open_store_with, say};
 use oncebox::broker::Subscription;
 
 /// How long a client waits to fill a batch, as a careful user sets it.

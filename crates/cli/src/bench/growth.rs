@@ -20,10 +20,9 @@ use super::work::Maker;
 use super::yard::Yard;
 use crate::common::failed;
 use crate::progress::Rounds;
-use oncebox::adapter::keep_gauges;
 use oncebox::app::AppError;
 use oncebox::observe::Health;
-use oncebox::store::ConsumerSpec;
+use oncebox::store::{ConsumerSpec, Duties};
 use oncebox::{Relay, RelayOptions};
 
 /// Pending rows beside which a relay is measured, and the name of the figure. Sizes beyond
@@ -109,7 +108,7 @@ impl<'a, S: Yard> Outbox<'a, S> {
         let relay = Relay::new(self.store.clone(), Arc::new(watched.clone()), options, Health::default());
         let stop = CancellationToken::new();
         let mut gauges = JoinSet::new();
-        gauges.spawn(keep_gauges(self.store.clone().into_duties()));
+        gauges.spawn(look(self.store.clone().into_duties()));
         let stopped = stop.clone();
         let mut relay = tokio::spawn(async move { relay.run(stopped).await });
         let measured = tokio::select! {
@@ -124,6 +123,17 @@ impl<'a, S: Yard> Outbox<'a, S> {
         relay.await.map_err(failed)??;
         self.pending = self.pending.saturating_sub(watched.look(|notes| notes.proven));
         measured
+    }
+}
+
+/// Reads the status as often as a publisher does beside its relays; it does not end.
+async fn look(store: Arc<dyn Duties>) {
+    let mut last = store.status().await.unwrap_or_default();
+    loop {
+        let began = Instant::now();
+        last = store.status_since(&last).await.unwrap_or(last);
+        let rest = (50 * began.elapsed()).clamp(Duration::from_secs(2), Duration::from_secs(60));
+        tokio::time::sleep(rest).await;
     }
 }
 

@@ -12,8 +12,8 @@ use async_trait::async_trait;
 use uuid::Uuid;
 
 use super::usage::cpu_time;
+use crate::common::AnyBroker;
 use oncebox::adapter::Position;
-use oncebox::app::AnyBroker;
 use oncebox::broker::{Begun, Broker, Event, PartitionId, Publisher, Settled, Subscriber, Subscription, TopicState};
 use oncebox::error::BrokerError;
 use oncebox::message::{Arrived, OutgoingMessage};

@@ -3,13 +3,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+use futures_util::future::BoxFuture;
 use uuid::Uuid;
 
 use super::Load;
 use super::yard::ACCOUNTS;
+use crate::common::AnyBroker;
 use crate::sending::{outgoing, send_all};
+#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+use oncebox::BrokerError;
+use oncebox::app::AppError;
 use oncebox::app::config::Settings;
-use oncebox::app::{AnyBroker, AppError};
 use oncebox::message::{NewMessage, OutgoingMessage};
 
 pub(super) const KIND: &str = "bench.row";
@@ -50,13 +55,14 @@ pub(super) fn account(payload: &[u8]) -> i64 {
     digits.fold(0, |number, digit| number * 10 + i64::from(digit - b'0'))
 }
 
+/// Sends these messages, and waits for the last proof.
+#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+type SendAll = Box<dyn Fn(Arc<Vec<OutgoingMessage>>) -> BoxFuture<'static, Result<(), BrokerError>> + Send + Sync>;
+
 /// A broker's client without oncebox.
-#[derive(Debug)]
 pub(super) enum Raw {
-    #[cfg(feature = "kafka")]
-    Kafka(oncebox::broker::kafka::RawProducer),
-    #[cfg(feature = "rabbitmq")]
-    Rabbit(Box<oncebox::broker::rabbitmq::RawPublisher>),
+    #[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+    Client(SendAll),
     /// The embedded broker has no other client: this uses its session without the relay.
     Own(AnyBroker),
 }
@@ -65,11 +71,14 @@ impl Raw {
     pub(super) async fn open(settings: &Settings, broker: &AnyBroker, linger: Duration) -> Result<Self, AppError> {
         match broker.name() {
             #[cfg(feature = "kafka")]
-            "kafka" => Ok(Self::Kafka(oncebox::broker::kafka::RawProducer::new(&settings.kafka()?, linger)?)),
+            "kafka" => {
+                let broker = oncebox::broker::kafka::KafkaBroker::new(settings.try_into()?)?;
+                Ok(Self::Client(broker.raw(linger)?))
+            }
             #[cfg(feature = "rabbitmq")]
             "rabbitmq" => {
-                let config = settings.rabbitmq();
-                Ok(Self::Rabbit(Box::new(oncebox::broker::rabbitmq::RawPublisher::open(&config, 1_000).await?)))
+                let broker = oncebox::broker::rabbitmq::RabbitBroker::new(settings.into())?;
+                Ok(Self::Client(broker.raw().await?))
             }
             _ => {
                 let _ = (settings, linger);
@@ -81,10 +90,8 @@ impl Raw {
     /// Sends all messages as fast as the client can, and waits for the last proof.
     pub(super) async fn send_all(&self, messages: Arc<Vec<OutgoingMessage>>) -> Result<(), AppError> {
         match self {
-            #[cfg(feature = "kafka")]
-            Self::Kafka(producer) => Ok(producer.send_all(messages).await?),
-            #[cfg(feature = "rabbitmq")]
-            Self::Rabbit(publisher) => Ok(publisher.send_all(&messages).await?),
+            #[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+            Self::Client(send_all) => Ok(send_all(messages).await?),
             Self::Own(broker) => send_all(broker, &messages).await,
         }
     }

@@ -7,8 +7,8 @@ use serde::Serialize;
 use super::roles::Payment;
 use super::stage::Stage;
 use super::tables::Tables;
-use crate::common::{Output, failed, tabled};
-use oncebox::app::{AnyBroker, AppError};
+use crate::common::{AnyBroker, Output, failed, tabled};
+use oncebox::app::AppError;
 
 /// What was counted after the demo, and whether the promise was kept.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]

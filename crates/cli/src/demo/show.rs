@@ -11,10 +11,10 @@ use super::count::{Verdict, count, payments};
 use super::processes::Process;
 use super::stage::Stage;
 use super::tables::Tables;
-use crate::common::failed;
+use crate::common::{AnyBroker, failed};
 use crate::sending::{outgoing, send_all};
 use oncebox::StoreError;
-use oncebox::app::{AnyBroker, AppError, open_broker, open_store_with};
+use oncebox::app::{AppError, open_broker, open_store_with};
 use oncebox::broker::Subscription;
 
 /// The show is given up when nothing has moved for this long. A kill costs a takeover, and a loaded

@@ -2,11 +2,12 @@
 
 use std::path::PathBuf;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use oncebox::NewMessage;
-use oncebox::app::AnyBroker;
 use oncebox::app::config::{ConsumerSettings, Secret, Settings};
+use oncebox::broker::Broker;
 use oncebox::message::Arrived;
 
 use crate::process::Process;
@@ -75,7 +76,7 @@ impl Stage {
         self.broker().await.read_all(topic).await.unwrap()
     }
 
-    pub(crate) async fn broker(&self) -> AnyBroker {
+    pub(crate) async fn broker(&self) -> Arc<dyn Broker> {
         oncebox::app::open_broker(&self.settings).await.unwrap()
     }
 }

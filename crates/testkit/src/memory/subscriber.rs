@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, TryRecvError};
+use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -16,7 +16,7 @@ use tokio::time::Instant;
 use super::groups::Place;
 use super::state::{BrokerState, State};
 use oncebox::adapter::{BrokerOffsets, Position, start};
-use oncebox::broker::{Begun, Delivery, Event, PartitionId, RevokeGuard, Subscriber, Subscription};
+use oncebox::broker::{Begun, Delivery, Event, PartitionId, Subscriber, Subscription};
 use oncebox::error::BrokerError;
 
 /// Most rows of one batch.
@@ -121,7 +121,7 @@ impl MemorySubscriber {
             kept
         });
         if !lost.is_empty() {
-            return Ok((Some(Event::Revoked { sources: lost, lost: true, done: RevokeGuard::pair().0 }), changed));
+            return Ok((Some(Event::Revoked { sources: lost, lost: true, done: sync_channel(0).0 }), changed));
         }
 
         let through: Vec<Place> = self
@@ -168,7 +168,7 @@ impl MemorySubscriber {
         let until = Instant::now() + self.drain;
         for place in give_up {
             let Some(owned) = self.owned.get_mut(&place).filter(|owned| owned.leaving.is_none()) else { continue };
-            let (done, through) = RevokeGuard::pair();
+            let (done, through) = sync_channel(0);
             owned.leaving = Some((through, until));
             return Ok((Some(Event::Revoked { sources: vec![owned.id.clone()], lost: false, done }), changed));
         }

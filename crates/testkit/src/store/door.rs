@@ -38,13 +38,19 @@ pub async fn g1_what_is_committed_is_there_with_the_rows_beside_it<F: Fixture>(t
 
 /// Many messages in one call get ascending positions, and no part of them changes.
 pub async fn many_messages_keep_their_order_and_every_part<F: Fixture>(trial: &Trial<F>) {
-    let trace = TraceContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", Some("a=b"));
+    let trace = Some(TraceContext {
+        traceparent: "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01".to_owned(),
+        tracestate: Some("a=b".to_owned()),
+    });
     let messages: Vec<NewMessage> = (0_u8..250)
         .map(|i| {
             let mut message = match i % 3 {
                 0 => NewMessage::text("payments", "payment.created", format!(r#"{{"n":{i},"s":"ä\"😀"}}"#)),
                 1 => NewMessage::bytes("blobs", "blob.stored", vec![i, 0, 255]),
-                _ => NewMessage::bytes("blobs", "blob.empty", Vec::new()).with_content_type("image/png"),
+                _ => NewMessage {
+                    content_type: Some("image/png".to_owned()),
+                    ..NewMessage::bytes("blobs", "blob.empty", Vec::new())
+                },
             };
             if i % 4 != 0 {
                 message = message.with_key(format!("schlüssel \"{i}\" 'x' \\"));
@@ -147,6 +153,7 @@ pub async fn trace_context_given_as_headers_becomes_the_trace<F: Fixture>(trial:
     trial.enqueue(vec![message]).await;
     let mut session = trial.session("a").await;
     let (rows, _) = read_rows(&mut session, 1).await;
-    assert_eq!(rows[0].message.trace, TraceContext::parse(parent, Some("a=b")));
+    let trace = TraceContext { traceparent: parent.to_owned(), tracestate: Some("a=b".to_owned()) };
+    assert_eq!(rows[0].message.trace, Some(trace));
     assert_eq!(rows[0].message.headers, [("h".to_owned(), "v".to_owned())]);
 }

@@ -32,7 +32,10 @@ async fn diverted<F: Fixture>(
 
 /// The copy of a dead row equals the row in every part, and the cursor is past the row.
 pub async fn r17_a_dead_row_is_copied_whole_in_the_mark<F: Fixture>(trial: &Trial<F>) {
-    let trace = TraceContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", Some("a=b"));
+    let trace = Some(TraceContext {
+        traceparent: "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01".to_owned(),
+        tracestate: Some("a=b".to_owned()),
+    });
     let mut message = NewMessage::bytes("blobs", "blob.stored", vec![0, 255, 1]).with_key("k \"ä\"");
     message = message.with_header("b", "1").with_header("a", "ä😀\n");
     message.trace = trace;

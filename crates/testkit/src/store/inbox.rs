@@ -169,10 +169,10 @@ pub async fn r32_ids_that_differ_only_in_spelling_are_different<F: Fixture>(tria
     let texts = ["Abc", "abc", "abc ", "ábc", "a\0bc", "", &long, &format!("{long}y")];
     let mut ids: Vec<MessageId> = texts.iter().map(|text| identity("shop", text)).collect();
     // The first and last bytes that a fixed-size column might pad or cut.
-    ids.extend([[0; 16], [32; 16], [255; 16]].map(|bytes| MessageId::from_uuid(uuid::Uuid::from_bytes(bytes))));
+    ids.extend([[0; 16], [32; 16], [255; 16]].map(|bytes| MessageId::from(uuid::Uuid::from_bytes(bytes))));
     let mut trailing = [32; 16];
     trailing[15] = 0;
-    ids.push(MessageId::from_uuid(uuid::Uuid::from_bytes(trailing)));
+    ids.push(MessageId::from(uuid::Uuid::from_bytes(trailing)));
     for id in &ids {
         let known = trial.admit(consumer, &[InboxEntry { id: *id, hash: [0; 16] }]).await;
         assert_eq!(known, [None], "{id}");

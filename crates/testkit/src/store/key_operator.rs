@@ -12,7 +12,7 @@ use super::phases::{
 use super::trial::moved;
 use super::{Fixture, KeysFixture, Trial};
 use oncebox::StoreError;
-use oncebox::adapter::{Announced, DbTime, Versions, nothing_stands};
+use oncebox::adapter::{Announced, DbTime, Versions};
 use oncebox::operation::provider::{Evidence, Proof as ProviderProof, Settled, Verdict};
 use oncebox::operation::{Kid, Mode, Record, Stage, State};
 use oncebox::store::{
@@ -309,7 +309,9 @@ pub async fn the_list_of_conflicts_is_what_the_evidence_says<F: Fixture>(trial: 
     let mut operations = Vec::new();
     for (number, shape) in shapes.iter().enumerate() {
         let driven = ended(trial, &format!("shape{number}"), *shape).await;
-        let stands = shape.3 == Stage::Failed && nothing_stands(&stored(trial, &driven).await).is_err();
+        let (strategy, outcome, undone, stage) = *shape;
+        let happened = outcome == Some("succeeded");
+        let stands = stage == Stage::Failed && happened && strategy != "repeatable" && !undone;
         operations.push((driven.operation_id, *shape, stands));
     }
     let verdicts = [
@@ -346,7 +348,7 @@ pub async fn the_list_of_conflicts_is_what_the_evidence_says<F: Fixture>(trial: 
         }
         let proofs = rows.iter().map(|(verdict, send)| {
             let send = (*send > 0).then_some(*send);
-            ProviderProof { send, verdict: verdicts[*verdict], at: DbTime::from_micros(0) }
+            ProviderProof { send, verdict: verdicts[*verdict], at: DbTime { micros: 0 } }
         });
         let evidence = Evidence::of(proofs);
         let expected = operations.iter().filter(|(_, (_, outcome, _, stage), stands)| {

@@ -400,7 +400,7 @@ mod tests {
                 continue; // The clock is the database's.
             }
             seen += 1;
-            let answer = message.settle_trace().and_then(|()| Limits::default().check(&message));
+            let answer = Limits::default().check(&mut message);
             case.check(&answer.map_err(StoreError::from));
         }
         assert!(seen > 100, "only {seen} cases reach the Rust door");

@@ -14,8 +14,7 @@ use oncebox::error::StoreError;
 use oncebox::message::{Message, MessageId};
 use oncebox::store::{
     ActContext, DeadFilter, DeadMessage, DeadPlace, DeadState, Diversion, EmailOutcome, Enqueue, Forgotten, Holding,
-    Inbox, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorOutcome, OperatorRequest, ParkAs, RequestedAct,
-    RowLease, Waiting,
+    Inbox, Mailbox, Mark, NewEmail, Operator, OperatorAct, OperatorOutcome, OperatorRequest, ParkAs, RowLease, Waiting,
 };
 
 fn by_number(dead: &DeadMessage) -> DeadFilter {
@@ -241,10 +240,7 @@ pub async fn a_held_message_is_discarded_by_request_and_by_nothing_else<F: Fixtu
     assert_eq!(trial.store.act(&held, &OperatorAct::Discard, &context()).await.unwrap().numbers.len(), 1);
     assert!(trial.store.dead_numbers(&held).await.unwrap().is_empty(), "its request is there already");
     let asked = session.requests(0, 1_000).await.unwrap();
-    assert_eq!(
-        asked.iter().map(|one| (one.position, one.act)).collect::<Vec<_>>(),
-        [(positions[2], RequestedAct::Discard)]
-    );
+    assert_eq!(asked.iter().map(|one| (one.position, one.discard)).collect::<Vec<_>>(), [(positions[2], true)]);
     session.checkpoint(Mark { discarded: vec![positions[2]], ..Mark::default() }).await.unwrap();
     assert!(trial.store.dead(&held).await.unwrap().is_empty());
     assert_eq!((list(trial).await.len(), audits(trial).await), (2, 1));
@@ -447,7 +443,7 @@ pub async fn a_redrive_under_a_new_id_is_another_message<F: Fixture>(trial: &Tri
     let leased = lease(trial, consumer).await.remove(0).message;
     assert_eq!((leased.id.uuid(), leased.payload.as_slice()), (id, b"edited".as_slice()));
     assert_eq!((&leased.topic, &leased.key, &leased.kind), (&first.topic, &first.key, &first.kind));
-    let ids = [first.id, MessageId::from_uuid(id)];
+    let ids = [first.id, MessageId::from(id)];
     assert_eq!(trial.store.known(consumer, &ids).await.unwrap().len(), 2, "both are known from now on");
     trial.park(consumer, &message("x", "1"), dead(true)).await;
     trial.park(consumer, &message("y", "1"), dead(true)).await;
@@ -483,15 +479,14 @@ pub async fn r17_acts_on_outbox_rows_are_requests_to_the_owner<F: Fixture>(trial
     trial.store.act(&by_number(&all[0]), &edit, &context()).await.unwrap();
     trial.store.act(&by_number(&all[1]), &OperatorAct::Discard, &context()).await.unwrap();
     assert_eq!(audits(trial).await, 2);
-    let request = |position: i64, key: &str, act| OperatorRequest {
+    let request = |position: i64, key: &str, discard| OperatorRequest {
         position,
         topic: "payments".into(),
         key: Some(key.into()),
-        act,
+        discard,
     };
     let asked = session.requests(0, 1_000).await.unwrap();
-    let expected =
-        [request(positions[0], "a", RequestedAct::Redrive), request(positions[1], "b", RequestedAct::Discard)];
+    let expected = [request(positions[0], "a", false), request(positions[1], "b", true)];
     assert_eq!(asked, expected);
     assert_eq!(session.requests(0, 1).await.unwrap(), expected[..1]);
     assert_eq!(session.requests(positions[0], 1).await.unwrap(), expected[1..], "the first one hides no other");
@@ -525,7 +520,7 @@ pub async fn r17_acts_on_outbox_rows_are_requests_to_the_owner<F: Fixture>(trial
     // owner has seen the request. Shown by: clearing each request (the operator's act was lost).
     trial.store.act(&DeadFilter::default(), &OperatorAct::Discard, &context()).await.unwrap();
     session.checkpoint(Mark { changed: vec![(rows[0].position, dead())], ..Mark::default() }).await.unwrap();
-    assert_eq!(session.requests(0, 1_000).await.unwrap(), [request(rows[0].position, "c", RequestedAct::Discard)]);
+    assert_eq!(session.requests(0, 1_000).await.unwrap(), [request(rows[0].position, "c", true)]);
 }
 
 /// Consumers may have purged the inbox row that shows whether they handled the message.

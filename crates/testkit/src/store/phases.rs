@@ -155,7 +155,7 @@ pub(super) async fn taken<F: Fixture>(trial: &Trial<F>, operation_id: Uuid) -> (
 
 /// The operation without the time at which it was read, which differs in every read.
 fn apart(operation: StoredOperation) -> StoredOperation {
-    StoredOperation { now: oncebox::adapter::DbTime::from_micros(0), ..operation }
+    StoredOperation { now: oncebox::adapter::DbTime { micros: 0 }, ..operation }
 }
 
 /// Before the commit nothing of the operation is there, and after it everything. A duplicate is

@@ -15,7 +15,7 @@ async fn id_at<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, seconds: i64)
     let millis = u64::try_from(now.millis() + seconds * 1_000).unwrap();
     let at =
         uuid::Timestamp::from_unix(uuid::NoContext, millis / 1_000, u32::try_from(millis % 1_000).unwrap() * 1_000_000);
-    MessageId::from_uuid(uuid::Uuid::new_v7(at))
+    MessageId::from(uuid::Uuid::new_v7(at))
 }
 
 async fn admit<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, ids: &[MessageId]) {
@@ -66,8 +66,8 @@ pub async fn r31_a_purge_takes_what_is_past_and_nothing_else<F: Fixture>(trial: 
         id_at(trial, consumer, -1).await,
         id_at(trial, consumer, 600).await,
         identity("shop", "a text"),
-        MessageId::from_uuid(uuid::Uuid::from_u128(0x0001_0000_0000_4000_8000_0000_0000_0001)),
-        MessageId::from_uuid(uuid::Uuid::from_u128(0xfff1_0000_0000_4000_8000_0000_0000_0001)),
+        MessageId::from(uuid::Uuid::from_u128(0x0001_0000_0000_4000_8000_0000_0000_0001)),
+        MessageId::from(uuid::Uuid::from_u128(0xfff1_0000_0000_4000_8000_0000_0000_0001)),
     ];
     admit(trial, consumer, &ids).await;
     admit(trial, other, &ids).await;

@@ -210,7 +210,7 @@ pub(super) async fn careless<F: Fixture>(connection: &mut Connection<F>, sql: &s
 
 /// A request for the first shard.
 pub(super) fn lease(owner: &str) -> LeaseRequest {
-    LeaseRequest::new(owner, LEASE)
+    LeaseRequest { shard: 0, owner: owner.into(), length: LEASE, read_bytes: 4 << 20 }
 }
 
 /// The session in an answer, which must have one.
@@ -249,11 +249,11 @@ pub(super) fn arrived(key: Option<&str>, payload: &str, id: &str) -> Message {
         id: Some(id.to_owned()),
         kind: Some("payment.created".to_owned()),
         source: Some("shop".to_owned()),
-        time: oncebox::message::wire::parse_time("2026-11-01T10:11:12.123456Z"),
+        time: Some("2026-11-01T10:11:12.123456Z".parse().unwrap()),
         content_type: Some("application/json".to_owned()),
         coordinates: Coordinates { place: "payments".to_owned(), partition: 3, offset: 41 },
     };
-    Message::identify(arrived, &IdRule::Envelope, "", true).unwrap()
+    Message::identify(arrived, &IdRule::Envelope, "", true).0
 }
 
 /// An inbox entry of a message.

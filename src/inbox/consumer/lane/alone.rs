@@ -180,7 +180,7 @@ fn say_failed(lane: &Lane, item: &Item, attempt: u32, error: &HandlerError) {
 
 /// Stores the error text of a try that is already counted.
 async fn note(lane: &Lane, item: &Item, error: &HandlerError) {
-    let noted = lane.shared.store.failed_attempt(lane.consumer, item.message.id, error.message(), false).await;
+    let noted = lane.shared.store.failed_attempt(lane.consumer, item.message.id, &error.message, false).await;
     if let Err(away) = noted {
         tracing::debug!(error = %away, "the text of a failure was not stored");
     }
@@ -200,7 +200,7 @@ async fn count(lane: &mut Lane, item: &Item, failure: Option<&HandlerError>, cou
                 return Ok(*stored);
             }
             match failure {
-                Some(error) => store.failed_attempt(consumer, id, error.message(), true).await,
+                Some(error) => store.failed_attempt(consumer, id, &error.message, true).await,
                 None => store.begin_attempt(consumer, id).await,
             }
         };

@@ -25,7 +25,7 @@ const SHORT_MAX: usize = 1_000;
 /// cannot take is stored as dead without its content: its partition goes on, and its coordinates
 /// show where the content is.
 pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u32, error: &HandlerError) {
-    let (message, error) = (item.message.clone(), Some(error.message().to_owned()));
+    let (message, error) = (item.message.clone(), Some(error.message.clone()));
     let parked = Parked { message, park_as, attempts: tries, error };
     let (mut blame, mut unstorable) = (Blame::default(), None);
     loop {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use humantime::format_duration;
 
-use super::{Horizon, TopicRetention};
+use super::TopicRetention;
 
 /// The sources of duplicates, and how late a duplicate can come from each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,8 +28,8 @@ pub(crate) struct Sources {
 pub(crate) struct HorizonTooShort {
     /// The horizon that was set.
     horizon: Duration,
-    /// The duration that the horizon must exceed, with the skew included; `None` if only
-    /// [`Horizon::Never`] is long enough.
+    /// The duration that the horizon must exceed, with the skew included; `None` if none is
+    /// long enough.
     needs: Option<Duration>,
     /// What can deliver a duplicate so late, in words.
     because: &'static str,
@@ -45,10 +45,7 @@ const DEAD: &str = "dead messages may be redriven";
 impl Sources {
     /// Checks that a horizon is longer than any duplicate can take to come, plus the skew of
     /// clocks. The error names the source with the longest time.
-    pub(crate) fn check(&self, horizon: Horizon) -> Result<(), HorizonTooShort> {
-        let Horizon::After(horizon) = horizon else {
-            return Ok(());
-        };
+    pub(crate) fn check(&self, horizon: Duration) -> Result<(), HorizonTooShort> {
         match self.longest() {
             (Some(needs), _) if horizon > needs => Ok(()),
             (needs, because) => Err(HorizonTooShort { horizon, needs, because }),
@@ -99,16 +96,15 @@ mod tests {
         };
         let needs = DAY * 9 + SKEW;
         let short = |horizon, because| Err(HorizonTooShort { horizon, needs: Some(needs), because });
-        assert_eq!(sources.check(Horizon::After(DAY * 8)), short(DAY * 8, DEAD));
-        assert_eq!(sources.check(Horizon::After(needs)), short(needs, DEAD), "it must exceed");
-        assert_eq!(sources.check(Horizon::After(DAY * 10)), Ok(()));
-        assert_eq!(sources.check(Horizon::Never), Ok(()));
+        assert_eq!(sources.check(DAY * 8), short(DAY * 8, DEAD));
+        assert_eq!(sources.check(needs), short(needs, DEAD), "it must exceed");
+        assert_eq!(sources.check(DAY * 10), Ok(()));
         for (sources, because) in [
             (Sources { topic: Some(TopicRetention::For(DAY * 30)), ..sources }, TOPIC),
             (Sources { outbox: DAY * 30, ..sources }, OUTBOX),
             (Sources { waiting: DAY * 30, ..sources }, WAITING),
         ] {
-            assert_eq!(sources.check(Horizon::After(DAY * 20)).map_err(|error| error.because), Err(because));
+            assert_eq!(sources.check(DAY * 20).map_err(|error| error.because), Err(because));
         }
     }
 
@@ -119,9 +115,8 @@ mod tests {
             assert_eq!(either, TopicRetention::For(DAY).or_longer(topic));
             let sources = Sources { topic: Some(either), outbox: DAY, waiting: DAY, dead: DAY, skew: SKEW };
             let error = HorizonTooShort { horizon: DAY * 9_999, needs: None, because };
-            assert_eq!(sources.check(Horizon::After(DAY * 9_999)), Err(error));
+            assert_eq!(sources.check(DAY * 9_999), Err(error));
             assert!(error.to_string().contains("never"));
-            assert_eq!(sources.check(Horizon::Never), Ok(()));
         }
     }
 }

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use super::Pump;
 use crate::message::OutgoingMessage;
 use crate::observe::Trouble;
-use crate::outbox::port::{Diversion, OperatorRequest, OutboxRow, RequestedAct};
+use crate::outbox::port::{Diversion, OperatorRequest, OutboxRow};
 use crate::outbox::relay::TOPICS;
 use crate::outbox::relay::ending::Doubt;
 use crate::outbox::relay::trial::TrialResult;
@@ -221,18 +221,16 @@ impl Pump<'_> {
 
     fn take(&mut self, requests: Vec<OperatorRequest>) {
         for request in requests {
-            match request.act {
-                RequestedAct::Redrive if self.release.redriven.insert(request.position) => {
-                    let (position, topic, key) = (request.position, request.topic, request.key);
-                    tracing::info!(position, %topic, "an operator redrives a dead message");
-                    self.diverted.divert(DivertedRow { position, topic, key, why: Diverted::BehindDead });
-                    self.release.look = true;
+            let OperatorRequest { position, topic, key, discard } = request;
+            if discard {
+                if self.diverted.goes(position) {
+                    tracing::info!(position, %topic, "an operator discards a message");
+                    self.window.discard(position);
                 }
-                RequestedAct::Discard if self.diverted.goes(request.position) => {
-                    tracing::info!(position = request.position, topic = %request.topic, "an operator discards a message");
-                    self.window.discard(request.position);
-                }
-                _ => {}
+            } else if self.release.redriven.insert(position) {
+                tracing::info!(position, %topic, "an operator redrives a dead message");
+                self.diverted.divert(DivertedRow { position, topic, key, why: Diverted::BehindDead });
+                self.release.look = true;
             }
         }
     }

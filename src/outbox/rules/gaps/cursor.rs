@@ -14,7 +14,7 @@
 
 use super::open::OpenGaps;
 use super::window::UnmarkedReads;
-use super::{CheckpointTicket, CursorError, GapSet, Mark, Range, ReadOutcome, ReadPlan};
+use super::{CheckpointTicket, GapSet, Mark, Range, ReadOutcome, ReadPlan};
 
 /// The maximum number of ranges of open gaps (R9). A range adds about 20 us to a read, so a read
 /// over this many ranges takes less than a tenth of a second.
@@ -117,15 +117,17 @@ impl GapCursor {
     /// Takes the result of the statement: `pg_snapshot_xmin`, the positions of **all** rows in the
     /// order in which they came, and whether their number reached the LIMIT. `passes` means that
     /// none of these rows is of this shard and that no mark is under way. Such reads join one
-    /// batch, so any number of them needs no more memory than one. Any error ends the session.
+    /// batch, so any number of them needs no more memory than one. Any error ends the session, and
+    /// a new one starts from what is persisted: the server on which this one began cannot answer
+    /// so.
     pub(crate) fn on_read(
         &mut self,
         xmin: u64,
         positions: &[i64],
         limit_reached: bool,
         passes: bool,
-    ) -> Result<ReadOutcome, CursorError> {
-        let plan = self.plan.take().ok_or(CursorError::ReadNotBegun)?;
+    ) -> Result<ReadOutcome, String> {
+        let plan = self.plan.take().ok_or("a read was reported that had not begun")?;
         self.verify(&plan, xmin, positions)?;
         self.xmin = xmin;
         self.reads += 1;
@@ -158,19 +160,21 @@ impl GapCursor {
         Ok(ReadOutcome { batch, closed })
     }
 
-    fn verify(&self, plan: &ReadPlan, xmin: u64, positions: &[i64]) -> Result<(), CursorError> {
+    fn verify(&self, plan: &ReadPlan, xmin: u64, positions: &[i64]) -> Result<(), String> {
         if xmin < self.xmin {
-            return Err(CursorError::XminWentBack { seen: self.xmin, now: xmin });
+            // Another server answers.
+            return Err(format!("the oldest running transaction went back from {} to {xmin}", self.xmin));
         }
         if let Some(pair) = positions.windows(2).find(|pair| pair[0] >= pair[1]) {
-            return Err(CursorError::NotAscending { before: pair[0], after: pair[1] });
+            // The database did not execute the read with the expected plan.
+            return Err(format!("positions do not ascend: {} came after {}", pair[1], pair[0]));
         }
         let expected = |position: i64| {
             let in_tail = plan.tail_from.is_some_and(|from| position >= from && position < i64::MAX);
             in_tail || self.open.contains(position)
         };
         match positions.iter().find(|&&position| !expected(position)) {
-            Some(&position) => Err(CursorError::Unexpected { position }),
+            Some(position) => Err(format!("position {position} is neither an open gap nor beyond what was read")),
             None => Ok(()),
         }
     }
@@ -190,9 +194,9 @@ impl GapCursor {
     /// The synchronous commit of the checkpoint returned. Its transaction id becomes the fence of
     /// the gaps that were found before the checkpoint began and have no fence yet. An id that is
     /// not above the last fence ends the session.
-    pub(crate) fn on_checkpoint(&mut self, ticket: CheckpointTicket, xid: u64, now: u64) -> Result<(), CursorError> {
+    pub(crate) fn on_checkpoint(&mut self, ticket: CheckpointTicket, xid: u64, now: u64) -> Result<(), String> {
         if xid <= self.fence {
-            return Err(CursorError::FenceWentBack { last: self.fence, now: xid });
+            return Err(format!("the transaction id of a checkpoint went back from {} to {xid}", self.fence));
         }
         self.fence = xid;
         self.checkpointed = self.checkpointed.max(ticket.reads);

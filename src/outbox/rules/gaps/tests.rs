@@ -208,7 +208,10 @@ fn r9_at_the_cap_only_gaps_are_read_until_some_close() {
     assert_eq!(cursor.row_limit(500), 1, "a row inside a range splits it");
     let plan = cursor.begin_read();
     assert_eq!((plan.ranges.len(), plan.tail_from), (3, None));
-    assert_eq!(cursor.on_read(9, &[12], false, false), Err(CursorError::Unexpected { position: 12 }));
+    assert_eq!(
+        cursor.on_read(9, &[12], false, false),
+        Err("position 12 is neither an open gap nor beyond what was read".to_owned())
+    );
     assert_eq!(read(&mut cursor, 10, &[]).closed.len(), 2);
     assert_eq!(cursor.begin_read().tail_from, Some(12));
 }
@@ -216,20 +219,23 @@ fn r9_at_the_cap_only_gaps_are_read_until_some_close() {
 #[test]
 fn a_read_that_cannot_be_true_ends_the_session_and_changes_nothing() {
     let mut cursor = started();
-    assert_eq!(cursor.on_read(10, &[], false, false), Err(CursorError::ReadNotBegun));
+    assert_eq!(cursor.on_read(10, &[], false, false), Err("a read was reported that had not begun".to_owned()));
     read(&mut cursor, 10, &[2, 4]);
     for (xmin, positions, error) in [
-        (10, vec![5, 5], CursorError::NotAscending { before: 5, after: 5 }),
-        (10, vec![5, 3], CursorError::NotAscending { before: 5, after: 3 }),
-        (10, vec![4, 5], CursorError::Unexpected { position: 4 }),
-        (10, vec![i64::MAX], CursorError::Unexpected { position: i64::MAX }),
-        (9, vec![], CursorError::XminWentBack { seen: 10, now: 9 }),
+        (10, vec![5, 5], "positions do not ascend: 5 came after 5".to_owned()),
+        (10, vec![5, 3], "positions do not ascend: 3 came after 5".to_owned()),
+        (10, vec![4, 5], "position 4 is neither an open gap nor beyond what was read".to_owned()),
+        (10, vec![i64::MAX], format!("position {} is neither an open gap nor beyond what was read", i64::MAX)),
+        (9, vec![], "the oldest running transaction went back from 10 to 9".to_owned()),
     ] {
         cursor.begin_read();
         assert_eq!(cursor.on_read(xmin, &positions, false, false), Err(error));
     }
     let ticket = cursor.begin_checkpoint();
-    assert_eq!(cursor.on_checkpoint(ticket, 10, 0), Err(CursorError::FenceWentBack { last: 10, now: 10 }));
+    assert_eq!(
+        cursor.on_checkpoint(ticket, 10, 0),
+        Err("the transaction id of a checkpoint went back from 10 to 10".to_owned())
+    );
     assert_eq!((ranges(&mut cursor), cursor.check()), (vec![(1, 2), (3, 4)], Ok(())));
     assert!(cursor.mark_through(1).is_some() && cursor.mark_through(2).is_none());
 }

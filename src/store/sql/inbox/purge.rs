@@ -80,7 +80,7 @@ const TAKE: &str = concat!(
 );
 
 fn time(time: DbTime) -> DateTime<Utc> {
-    DateTime::from_timestamp_micros(time.micros()).unwrap_or_default()
+    DateTime::from_timestamp_micros(time.micros).unwrap_or_default()
 }
 
 /// The rows of a page that may go, and the bound to record for them.
@@ -99,7 +99,7 @@ pub(super) async fn step<S: OwnInbox>(
 ) -> Result<Purged, StoreError> {
     // Timed ids come first. After the last of them the nil id, which no message has, means the
     // beginning of the others.
-    let nobody = MessageId::from_uuid(Uuid::nil());
+    let nobody = MessageId::from(Uuid::nil());
     let is_timed = S::PURGES_BY_KEY && after.is_none_or(|after| time_in_id(after).is_some());
     let of = |text| sql(text).bind("consumer", consumer).bind("timed", is_timed).bind("below", time(below));
     let mut last = after.unwrap_or(nobody);
@@ -117,7 +117,7 @@ pub(super) async fn step<S: OwnInbox>(
     drop(reader);
     let mut past = Past::default();
     for row in &rows {
-        let id = MessageId::from_uuid(row.get(0)?);
+        let id = MessageId::from(row.get::<Uuid>(0)?);
         let of_row = purge_row(time_in_id(id), row.get(1)?, below);
         let is_kept: bool = row.get(2)?;
         if let (Some(of_row), false) = (of_row, is_kept) {

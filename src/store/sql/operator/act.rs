@@ -288,7 +288,7 @@ async fn inbox_row(
     id: Uuid,
     hash: Uuid,
 ) -> Result<Option<bool>, StoreError> {
-    let is_timed = MessageId::from_uuid(id).unix_millis().is_some();
+    let is_timed = MessageId::from(id).unix_millis().is_some();
     let of = |text| sql(text).bind("consumer", consumer).bind("message_id", id).bind("hash", hash);
     let insert = of(INBOX_ROW).bind("is_timed", is_timed).bind("token", Uuid::now_v7());
     if session.run(insert).await? == 1 {
