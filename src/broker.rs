@@ -120,11 +120,8 @@ pub trait Broker: Debug + Send + Sync {
     /// Creates what publishing needs: the exchange on RabbitMQ, topics where `create_topics` is on.
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError>;
 
-    /// Looks for settings and states that break or weaken what is promised about delivery. Without
-    /// it, `doctor` says nothing about the broker.
-    async fn check(&self, _subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
-        Ok(Vec::new())
-    }
+    /// Looks for settings and states that break or weaken what is promised about delivery.
+    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError>;
 
     /// Reads every message that a topic holds now, from the beginning, without a group and without
     /// acknowledging: for `demo`, `bench` and tests. RabbitMQ has no such read: it returns what a

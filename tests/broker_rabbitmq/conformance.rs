@@ -9,6 +9,7 @@ use oncebox::broker::rabbitmq::{RabbitBroker, RabbitConfig};
 use oncebox::broker::{Broker, Publisher, Subscriber, Subscription};
 use oncebox::error::BrokerError;
 use oncebox::message::Arrived;
+use oncebox::observe::Finding;
 use oncebox_testkit::broker::{Capabilities, Fixture};
 
 use crate::fixture::Corner;
@@ -46,6 +47,10 @@ impl Broker for Noted {
 
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {
         self.broker.declare(topics).await
+    }
+
+    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
+        self.broker.check(subscriptions).await
     }
 
     async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use oncebox::broker::{Broker, Publisher, Refusal, Settled, Subscriber, Subscription, TopicState};
 use oncebox::message::OutgoingMessage;
+use oncebox::observe::Finding;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Operator, Status};
 use oncebox::{BrokerError, Relay, RelayOptions, RunEnd};
@@ -78,6 +79,10 @@ impl Broker for Late {
 
     async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError> {
         self.broker.subscriber(subscription).await
+    }
+
+    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
+        self.broker.check(subscriptions).await
     }
 
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {

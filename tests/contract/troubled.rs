@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use async_trait::async_trait;
 use oncebox::BrokerError;
 use oncebox::broker::{Broker, Publisher, Subscriber, Subscription};
+use oncebox::observe::Finding;
 use oncebox_testkit::memory::MemoryBroker;
 use tokio::sync::Semaphore;
 
@@ -59,6 +60,10 @@ impl Broker for Troubled {
 
     async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError> {
         self.broker.subscriber(subscription).await
+    }
+
+    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
+        self.broker.check(subscriptions).await
     }
 
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {

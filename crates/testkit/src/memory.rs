@@ -41,6 +41,7 @@ use oncebox::TopicRetention;
 use oncebox::broker::{Broker, Publisher, Subscriber, Subscription};
 use oncebox::error::BrokerError;
 use oncebox::message::Arrived;
+use oncebox::observe::Finding;
 
 /// A broker in memory. A clone is a handle to the same broker.
 #[derive(Debug, Clone)]
@@ -131,6 +132,10 @@ impl Broker for MemoryBroker {
             topics.iter().for_each(|topic| state.ensure_topic(topic));
             Ok(())
         })
+    }
+
+    async fn check(&self, _subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
+        Ok(Vec::new())
     }
 
     async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {

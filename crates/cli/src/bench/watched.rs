@@ -17,6 +17,7 @@ use oncebox::adapter::Position;
 use oncebox::broker::{Begun, Broker, Event, PartitionId, Publisher, Settled, Subscriber, Subscription, TopicState};
 use oncebox::error::BrokerError;
 use oncebox::message::{Arrived, OutgoingMessage};
+use oncebox::observe::Finding;
 
 /// A moment: the time, and the CPU time of this process until then.
 #[derive(Debug, Clone, Copy)]
@@ -110,6 +111,10 @@ impl Broker for Watched {
 
     async fn declare(&self, topics: &[String]) -> Result<(), BrokerError> {
         self.broker.declare(topics).await
+    }
+
+    async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
+        self.broker.check(subscriptions).await
     }
 
     async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
