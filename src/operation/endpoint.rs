@@ -20,6 +20,9 @@ use crate::operation::rules::raw::RawCommand;
 use crate::operation::rules::route::{Durability, Replay, Requirement, WhileRunning};
 use crate::operation::rules::{Code, Fingerprinter, IdempotentCommand, Keyring, Mode, OperationName, Record, Route};
 
+/// The request headers that are a part of every command of the layer (M22).
+const ALWAYS_COUNTED: [(&str, u32); 2] = [("prefer", 1), ("if-match", 1)];
+
 pub(super) type Rebuild = Arc<dyn Fn(Record) -> BoxFuture<'static, Result<Reply, HandlerError>> + Send + Sync>;
 pub(super) type Reconcile = Arc<dyn Fn(Record) -> BoxFuture<'static, Result<Reconciled, HandlerError>> + Send + Sync>;
 pub(super) type Upcast = Arc<dyn Fn(Reply) -> Reply + Send + Sync>;
@@ -72,7 +75,6 @@ impl Endpoint {
         for (name, _) in &mut route.counts_headers {
             name.make_ascii_lowercase();
         }
-        route.counts_headers.extend(["prefer", "if-match"].map(|name| (name.to_owned(), 1)));
         Self {
             command: None,
             readable,
@@ -203,6 +205,13 @@ impl Registered {
 
     pub(super) fn fingerprinter(&self) -> &Fingerprinter {
         &self.0.fingerprinter
+    }
+
+    /// The request headers that belong to the command, in lower case, each with the version of the
+    /// fingerprint from which it counts.
+    pub(crate) fn counted_headers(&self) -> impl Iterator<Item = (&str, u32)> {
+        let listed = self.route().counts_headers.iter().map(|(name, since)| (name.as_str(), *since));
+        ALWAYS_COUNTED.into_iter().chain(listed)
     }
 
     /// The method and path where it is served, if given.

@@ -168,9 +168,9 @@ async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Resul
         path.push(("@query".to_owned(), raw.to_owned()));
     }
     let mut command = RawCommand::new(path, query).body(&content_type(&parts.headers), body)?;
-    for (name, since) in &endpoint.route().counts_headers {
-        for value in parts.headers.get_all(name.as_str()) {
-            command = command.header(*since, name, value.as_bytes());
+    for (name, since) in endpoint.counted_headers() {
+        for value in parts.headers.get_all(name) {
+            command = command.header(since, name, value.as_bytes());
         }
     }
     Ok(command)
