@@ -247,7 +247,8 @@ impl Client {
     }
 
     /// The same rules as a middleware of `reqwest-middleware`, with this client's settings, journal
-    /// and breakers. The middleware's errors hold a [`ClientError`].
+    /// and breakers. A response has its [`Key`] as an extension: give it to [`Self::acknowledge`].
+    /// The middleware's errors hold a [`ClientError`].
     #[must_use]
     pub fn middleware(&self) -> impl reqwest_middleware::Middleware + Clone + std::fmt::Debug + use<> {
         Resend(Arc::clone(&self.shared))

@@ -87,7 +87,8 @@ impl Progress {
     }
 }
 
-/// The claim of the request that a handler serves.
+/// The claim of the request that a handler serves, for one that commits its outcome with its
+/// effects (O2). With the feature `http`, a handler behind the layer extracts it.
 #[derive(Debug)]
 pub struct Guard<S: Keys> {
     engine: Engine<S>,

@@ -41,7 +41,8 @@ pub struct PhasedEngine {
 impl PhasedEngine {
     /// The phased operations of an engine: each flow with its protected operation. `deployment` is
     /// the id of this deployment, from its configuration. If the database has another id, nothing
-    /// is sent (O22).
+    /// is sent (O22). How they are driven is a setting of the engine:
+    /// [`EngineOptions::driving`](crate::operation::EngineOptions::driving).
     ///
     /// # Errors
     /// A flow has another name than its operation, is registered twice, or does not fit into the

@@ -43,7 +43,8 @@ pub trait Provider: fmt::Debug + Send + Sync + 'static {
 
 /// Makes the exact bytes of a request.
 pub trait Prepare<R: ?Sized>: Provider {
-    /// Returns the bytes to send; called once, before the first send (O5).
+    /// Returns the bytes to send; called once, before the first send (O5). `key` is that of
+    /// [`Call::key`].
     ///
     /// # Errors
     /// The request cannot be written: the phase ends with this error, and nothing is sent.
@@ -53,7 +54,8 @@ pub trait Prepare<R: ?Sized>: Provider {
 /// The arguments of a call.
 #[derive(Clone, Copy)]
 pub struct Call<'a> {
-    /// The key that the provider sees, the same at every send.
+    /// The key that the provider sees: `op_` and 40 hexadecimal digits, derived from the operation
+    /// and the name of the effect. It is the same at every send (O7).
     pub key: &'a str,
     /// The bytes to send, the same at every send.
     pub bytes: &'a [u8],

@@ -500,10 +500,11 @@ pub async fn o9_a_resolved_operation_and_its_record_have_one_outcome<F: Fixture>
 }
 
 /// An operation is not failed against an effect that is settled as done, the strongest evidence,
-/// unless the operator overrules it. It is then listed as a conflict.
+/// unless the operator overrules it. It is then listed as a conflict. An effect that may happen
+/// again, or that another one undid, does not stand.
 ///
 /// Shown by: ignoring settled effects; a list that compares evidence only with the outcome of its
-/// effect.
+/// effect; a rule that knows neither repeatable nor undone effects.
 pub async fn an_operation_does_not_fail_while_an_effect_of_it_stands<F: Fixture>(trial: &Trial<F>) {
     let driven = outstanding(trial, &new_operation("k", LONG)).await;
     confirm(trial, &driven).await;
@@ -520,6 +521,25 @@ pub async fn an_operation_does_not_fail_while_an_effect_of_it_stands<F: Fixture>
     assert!(is_refused(&trial.store.judge(Uuid::now_v7(), &really()).await), "nothing is known of it");
     let open = outstanding(trial, &new_operation("open", LONG)).await;
     assert!(is_refused(&trial.store.judge(open.operation_id, &really()).await), "there is nothing to judge yet");
+    for (key, strategy, undone) in [("repeatable", "repeatable", false), ("undone", "key_and_query", true)] {
+        let driven = local(trial, &new_operation(key, LONG)).await;
+        let charge = NewIntent { strategy: strategy.to_owned(), ..intent("charge", &format!("charge-{key}")) };
+        step(trial, &driven, "LOCAL", "SENT", Stage::Outstanding, &[charge]).await;
+        confirm(trial, &driven).await;
+        if undone {
+            let refund = NewIntent { undoes: Some("charge".to_owned()), ..intent("refund", &format!("refund-{key}")) };
+            step(trial, &driven, "CONFIRMED", "REFUND", Stage::Outstanding, &[refund]).await;
+            let half = stored(trial, &driven).await;
+            assert!(is_refused(&trial.store.resolve(&half, &failure, true, false, &really()).await), "not undone yet");
+            let mut tx = trial.store.begin_phase(&driven).await.unwrap();
+            tx.settle("refund", "succeeded").await.unwrap();
+            assert_eq!(tx.advance("REFUND", "REFUNDED", Stage::Settled, &[]).await.unwrap(), MOVED);
+            tx.commit().await.unwrap();
+        }
+        trial.store.park(&driven, "phase-failed").await.unwrap();
+        trial.store.resolve(&stored(trial, &driven).await, &failure, false, false, &really()).await.unwrap();
+        assert!(conflicts(trial).await.0.is_empty(), "{key}");
+    }
 }
 
 /// The purge records the time inside the key, whatever the clock of the client and the skew of the
