@@ -67,7 +67,8 @@ impl Limits {
     }
 
     /// Checks a message before it is enqueued. `traceparent` and `tracestate` move from its headers
-    /// into its trace context.
+    /// into its trace context; a message with neither gets the context of the current span, where
+    /// the feature `otel` is on. To check a message again changes nothing.
     ///
     /// # Errors
     /// The first broken limit by name: `trace`, `topic`, `key`, `kind`, `headers_max`,

@@ -75,6 +75,25 @@ async fn g8_a_duplicate_after_its_inbox_row_was_purged_is_dead_as_too_old<S: Sql
     consumer.end().await;
 }
 
+/// Fails where no horizon is taken for one of no time: the purge then removes the row within its
+/// first rounds, and the copy is dead as too old.
+#[tokio::test]
+async fn r31_an_inbox_without_a_horizon_forgets_nothing() {
+    let world = sqlite().await;
+    let id = id_at(-50);
+    world.deliver(&id, "made", "a1");
+    let consumer = world.consumer(ConsumerOptions { horizon: None, ..forgetful() }, done());
+    world.until_effects(&["a1"]).await;
+    // Many rounds of the purge.
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    assert_eq!(inbox_rows(&world).await, 1);
+    world.deliver(&id, "made", "a1");
+    world.deliver(&id_at(-40), "made", "a2");
+    world.until_effects(&["a1", "a2"]).await;
+    assert!(world.dead().await.is_empty());
+    consumer.end().await;
+}
+
 /// Shown by: without the verdict a2 and a3 ran at once.
 async fn r31_what_is_from_the_future_is_dead_holds_nothing_and_runs_once_when_redriven<S: Sql>(world: World<S>) {
     let future = id_at(2 * 3_600);

@@ -22,7 +22,7 @@ use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::app::AppError;
 use oncebox::observe::Health;
-use oncebox::store::{ConsumerSpec, Duties};
+use oncebox::store::{ConsumerSpec, Duties, Status};
 use oncebox::{Relay, RelayOptions};
 
 /// Pending rows beside which a relay is measured, and the name of the figure. Sizes beyond
@@ -126,13 +126,23 @@ impl<'a, S: Yard> Outbox<'a, S> {
     }
 }
 
-/// Reads the status as often as a publisher does beside its relays; it does not end.
+/// Reads the status as often as the gauges of a publisher, and counts the inbox rows as often; it
+/// does not end.
 async fn look(store: Arc<dyn Duties>) {
-    let mut last = store.status().await.unwrap_or_default();
+    const EVERY: Duration = Duration::from_secs(2);
+    const INBOX_EVERY: Duration = Duration::from_secs(60);
+    let (mut last, mut counts_inbox_at) = (Status::default(), Instant::now());
     loop {
         let began = Instant::now();
-        last = store.status_since(&last).await.unwrap_or(last);
-        let rest = (50 * began.elapsed()).clamp(Duration::from_secs(2), Duration::from_secs(60));
+        let counts_inbox = began >= counts_inbox_at;
+        let read = if counts_inbox { store.status().await } else { store.status_since(&last).await };
+        let mut rest = EVERY;
+        if counts_inbox {
+            counts_inbox_at = Instant::now() + INBOX_EVERY;
+        } else {
+            rest = (50 * began.elapsed()).clamp(EVERY, Duration::from_secs(60));
+        }
+        last = read.unwrap_or(last);
         tokio::time::sleep(rest).await;
     }
 }

@@ -99,9 +99,15 @@ fn completions_know_every_command_and_bash_reads_its_own() {
         }
         assert!(script.contains("--until-empty") || script.contains("until-empty"), "{shell}");
         judge(shell, &script);
-        for (program, flag) in [("publisher", "until-empty"), ("consumer", "until-idle")] {
+        for (of, program, flag) in [(PUBLISHER, "publisher", "until-empty"), (CONSUMER, "consumer", "until-idle")] {
             let script = Program::new(ONCEBOX, &["completions", shell, program]).run().ok();
             assert!(script.contains(program) && script.contains(flag) && !script.contains("redrive"), "{shell}");
+            // The script is made beside the program, so each flag of the program is looked for.
+            let text = help(of, &[]);
+            for flag in text.split_whitespace().filter_map(|word| word.strip_prefix("--")) {
+                let flag = flag.trim_end_matches(|letter: char| !letter.is_ascii_alphanumeric());
+                assert!(script.contains(flag), "{shell} does not know --{flag} of {program}");
+            }
             judge(shell, &script);
         }
     }
