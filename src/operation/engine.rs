@@ -110,7 +110,7 @@ pub struct EngineOptions {
 impl Default for EngineOptions {
     fn default() -> Self {
         Self {
-            keyring: Keyring::default(),
+            keyring: Keyring::plain(),
             sealer: Sealer::default(),
             body_memory_max: 64 << 20,
             body_memory_per_tenant_max: None,

@@ -63,7 +63,7 @@ async fn o20_o21_fingerprints_and_principals_reach_the_store_as_keyed_hashes<S: 
     // Who reads the database, and guesses command and principal, cannot show that the guess is
     // right: the hashes of neither are there without the secret, nor with another one.
     let other = Keyring::new("k1".parse().unwrap(), [("k1".parse().unwrap(), [7_u8; 32].as_slice())]).unwrap();
-    for (number, guess) in [Keyring::default(), other].into_iter().enumerate() {
+    for (number, guess) in [Keyring::plain(), other].into_iter().enumerate() {
         let (guessed_principal, guessed_fingerprint) = written(&world, guess, &format!("{K1}-{number}")).await;
         for (guessed, true_one) in [(guessed_principal, &principal), (guessed_fingerprint, &fingerprint)] {
             assert_ne!(guessed.rsplit(':').next(), true_one.rsplit(':').next());

@@ -372,7 +372,7 @@ impl Plan {
             version: 1,
             deployment: None,
             sealer: Sealer::default(),
-            keyring: Keyring::default(),
+            keyring: Keyring::plain(),
             while_running: WhileRunning::Conflict,
             stored_max: None,
         }

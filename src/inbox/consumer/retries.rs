@@ -116,7 +116,7 @@ enum Owed {
 }
 
 /// How a transaction ended. Except for `Done`, nothing of it was committed by the retrier.
-enum RunEnd {
+enum RetryEnd {
     Done,
     /// A handler, or the transaction, failed.
     Failed(Failure),
@@ -260,19 +260,19 @@ impl Retrier {
             // If its handler came to an end, the process survived it.
             suspect &= end.is_err();
             let (at, may_be_its_own, error) = match end {
-                Ok(RunEnd::Done) => {
+                Ok(RetryEnd::Done) => {
                     self.desk.is_over(&run);
                     observe::delivered(&self.shared.options.name, DeliveryOutcome::Processed, run.len() as u64);
                     return self.wake_next(&run).await;
                 }
-                Ok(RunEnd::LeaseLost) => return self.owes(Owed::GiveBack(run)),
-                Ok(RunEnd::Ended) => {
+                Ok(RetryEnd::LeaseLost) => return self.owes(Owed::GiveBack(run)),
+                Ok(RetryEnd::Ended) => {
                     self.desk.is_over(&run);
                     run.iter().for_each(|one| verdict::ended(&self.shared.options.name, &one.message));
                     return self.wake_next(&run).await;
                 }
-                Ok(RunEnd::Exhausted) => return self.exhausted(run.swap_remove(0)),
-                Ok(RunEnd::Failed(Failure::Of(at, error))) if !error.is_transient() || error.is_late() => {
+                Ok(RetryEnd::Exhausted) => return self.exhausted(run.swap_remove(0)),
+                Ok(RetryEnd::Failed(Failure::Of(at, error))) if !error.is_transient() || error.is_late() => {
                     self.give_back(&mut run, at.max(1)).await?;
                     match at {
                         0 if error.is_transient() => return self.lasts(run.swap_remove(0), &error.message),
@@ -280,21 +280,21 @@ impl Retrier {
                         _ => continue,
                     }
                 }
-                Ok(RunEnd::Failed(Failure::InSet(at, why))) if run.len() > 1 => {
+                Ok(RetryEnd::Failed(Failure::InSet(at, why))) if run.len() > 1 => {
                     tracing::warn!(consumer = %self.shared.options.name, id = %run[at].message.id, messages = run.len(), %why, "waiting messages failed at this one; it runs alone");
                     self.give_back(&mut run, at.max(1)).await?;
                     continue;
                 }
-                Ok(RunEnd::Failed(Failure::Unclear(_) | Failure::Locked(_))) if run.len() > 1 => {
+                Ok(RetryEnd::Failed(Failure::Unclear(_) | Failure::Locked(_))) if run.len() > 1 => {
                     let half = run.len() / 2;
                     self.give_back(&mut run, half).await?;
                     continue;
                 }
-                Ok(RunEnd::Failed(Failure::Locked(error))) => return self.lasts(run.swap_remove(0), &error.message),
-                Ok(RunEnd::Failed(Failure::Unclear(why) | Failure::InSet(_, why))) => {
+                Ok(RetryEnd::Failed(Failure::Locked(error))) => return self.lasts(run.swap_remove(0), &error.message),
+                Ok(RetryEnd::Failed(Failure::Unclear(why) | Failure::InSet(_, why))) => {
                     return self.failed(run.swap_remove(0), HandlerError::retryable(why));
                 }
-                Ok(RunEnd::Failed(Failure::Of(at, error))) => (at, error.may_be_its_own(), Ok(error)),
+                Ok(RetryEnd::Failed(Failure::Of(at, error))) => (at, error.may_be_its_own(), Ok(error)),
                 Err(error) => (run.len() / 2, error.may_be_its_own(), Err(error)),
             };
             let said = error.as_ref().map_or_else(ToString::to_string, ToString::to_string);
@@ -320,14 +320,14 @@ impl Retrier {
     }
 
     /// Makes one try. `None`: a stop came first, or its grace is over; nothing of the try stays.
-    async fn attempt(&self, run: &[LeasedMessage], suspect: bool) -> Option<Result<RunEnd, StoreError>> {
+    async fn attempt(&self, run: &[LeasedMessage], suspect: bool) -> Option<Result<RetryEnd, StoreError>> {
         let (shared, consumer, abandon) = (&self.shared, self.consumer, &self.abandon);
         if !suspect {
             let _beside_others = unless(abandon, shared.solo.together()).await?;
             return in_transaction(shared, consumer, run, abandon).await.transpose();
         }
         let Some(head) = run.first().filter(|head| shared.options.retry.allows(head.message.attempt)) else {
-            return Some(Ok(RunEnd::Exhausted));
+            return Some(Ok(RetryEnd::Exhausted));
         };
         let alone = tokio::select! {
             biased;
@@ -336,7 +336,7 @@ impl Retrier {
         };
         match unless(abandon, shared.store.count_try(head)).await? {
             Ok(true) => alone.run(in_transaction(shared, consumer, run, abandon)).await.transpose(),
-            Ok(false) => Some(Ok(RunEnd::LeaseLost)),
+            Ok(false) => Some(Ok(RetryEnd::LeaseLost)),
             Err(error) => Some(Err(error)),
         }
     }
@@ -434,17 +434,17 @@ async fn in_transaction(
     consumer: ConsumerId,
     run: &[LeasedMessage],
     give_up: &CancellationToken,
-) -> Result<Option<RunEnd>, StoreError> {
+) -> Result<Option<RetryEnd>, StoreError> {
     let Some(tx) = unless(give_up, shared.store.begin(consumer)).await else { return Ok(None) };
     let mut tx = tx?;
     let mut enqueued = false;
     let why = match unless(give_up, body(shared, tx.as_mut(), run, &mut enqueued)).await {
-        Some(Ok(RunEnd::Done)) => {
+        Some(Ok(RetryEnd::Done)) => {
             let handled: Vec<usize> = (0..run.len()).collect();
             let failure = commit(tx, &handled, enqueued).await?;
-            return Ok(Some(failure.map_or(RunEnd::Done, RunEnd::Failed)));
+            return Ok(Some(failure.map_or(RetryEnd::Done, RetryEnd::Failed)));
         }
-        Some(Ok(RunEnd::Failed(failure))) => Ok(Some(failure)),
+        Some(Ok(RetryEnd::Failed(failure))) => Ok(Some(failure)),
         // The lease is lost, and no handler ran.
         Some(Ok(end)) => {
             roll_back(tx).await;
@@ -455,8 +455,8 @@ async fn in_transaction(
     };
     // A handler may have committed by itself, and so its messages as dead.
     Ok(match undo(shared, tx.as_mut(), why, 0, give_up).await? {
-        NotCommitted::Failed(failure) => Some(RunEnd::Failed(failure)),
-        NotCommitted::Ended => Some(RunEnd::Ended),
+        NotCommitted::Failed(failure) => Some(RetryEnd::Failed(failure)),
+        NotCommitted::Ended => Some(RetryEnd::Ended),
         NotCommitted::Abandoned => None,
     })
 }
@@ -466,11 +466,11 @@ async fn body(
     tx: &mut dyn InboxTx,
     run: &[LeasedMessage],
     enqueued: &mut bool,
-) -> Result<RunEnd, StoreError> {
+) -> Result<RetryEnd, StoreError> {
     // Before the handler: no handler runs without the lease, and one that commits by itself commits
     // its messages as dead.
     if !tx.bury(run, verdict::ENDED, verdict::WHY_ENDED, shared.options.holds()).await? {
-        return Ok(RunEnd::LeaseLost);
+        return Ok(RetryEnd::LeaseLost);
     }
     let mut wanted = Vec::with_capacity(run.len());
     for (item, LeasedMessage { message, .. }) in run.iter().enumerate() {
@@ -483,16 +483,16 @@ async fn body(
     }
     let messages: Vec<&Message> = run.iter().map(|one| &one.message).collect();
     if let Some(failure) = handle(shared, tx, wanted, &messages, None, enqueued).await? {
-        return Ok(RunEnd::Failed(failure));
+        return Ok(RetryEnd::Failed(failure));
     }
     if !tx.finish().await? {
         let all: Vec<usize> = (0..run.len()).collect();
-        return Ok(RunEnd::Failed(Failure::of_all(&all, "a handler changed the rows of messages that wait")));
+        return Ok(RetryEnd::Failed(Failure::of_all(&all, "a handler changed the rows of messages that wait")));
     }
     if let Some(lane) = run.first().and_then(|head| head.message.lane_id()) {
         tx.wake(&[lane]).await?;
     }
     let ids: Vec<MessageId> = run.iter().map(|one| one.message.id).collect();
     tx.clear_attempts(&ids).await?;
-    Ok(RunEnd::Done)
+    Ok(RetryEnd::Done)
 }

@@ -24,7 +24,7 @@ fn endpoint() -> Endpoint {
 
 fn of(tenant: &str, key: &str, amount: i64) -> (Identity, Fingerprint) {
     let scope = Scope::new(tenant, "p1").unwrap();
-    let fingerprinter = Fingerprinter::new(Pay::OPERATION.parse().unwrap(), 1..=1, None, Keyring::default()).unwrap();
+    let fingerprinter = Fingerprinter::new(Pay::OPERATION.parse().unwrap(), 1..=1, None, Keyring::plain()).unwrap();
     let key = Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap();
     (Identity::new(&scope, fingerprinter.operation().clone(), key), fingerprinter.write(&Pay(amount)))
 }

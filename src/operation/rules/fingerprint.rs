@@ -212,7 +212,7 @@ mod tests {
     }
 
     fn plain(write: u32) -> Fingerprinter {
-        fingerprinter(1..=2, Some(write), Keyring::default())
+        fingerprinter(1..=2, Some(write), Keyring::plain())
     }
 
     fn ring(write: &str) -> Keyring {
@@ -258,8 +258,7 @@ mod tests {
         assert!(version(&fingerprinter(1..=2, None, ring("k1"))).starts_with("1:k1:"));
         for asked in [0, 3] {
             let operation = Payment::OPERATION.parse().expect("a name");
-            let error =
-                Fingerprinter::new(operation, 1..=2, Some(asked), Keyring::default()).expect_err("not writable");
+            let error = Fingerprinter::new(operation, 1..=2, Some(asked), Keyring::plain()).expect_err("not writable");
             let expected = format!("`write_version` of create_payment is {asked}: this program writes versions 1 to 2");
             assert_eq!(error.to_string(), expected);
         }
@@ -267,7 +266,7 @@ mod tests {
 
     #[test]
     fn m13_the_same_command_of_another_operation_has_another_fingerprint() {
-        let other = Fingerprinter::new("refund".parse().expect("a name"), 1..=2, Some(1), Keyring::default());
+        let other = Fingerprinter::new("refund".parse().expect("a name"), 1..=2, Some(1), Keyring::plain());
         assert_ne!(other.expect("settings").write(&PAYMENT), plain(1).write(&PAYMENT));
     }
 }

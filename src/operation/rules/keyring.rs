@@ -64,20 +64,21 @@ impl fmt::Display for Kid {
     }
 }
 
-impl Default for Keyring {
-    fn default() -> Self {
+impl Keyring {
+    /// A ring without a secret: fingerprints are plain SHA-256, which whoever reads the table can
+    /// guess for commands of few possible values.
+    #[must_use]
+    pub fn plain() -> Self {
         Self { write: Kid::plain(), writer: None, secrets: BTreeMap::new() }
     }
-}
 
-impl Keyring {
     /// A ring of secrets that writes with one of them. `write` may be `sha256`, which means without
     /// a secret, while other processes do not have the secrets yet (O21).
     ///
     /// # Errors
     /// An id or a secret cannot be used.
     pub fn new<'a>(write: Kid, secrets: impl IntoIterator<Item = (Kid, &'a [u8])>) -> Result<Self, Invalid> {
-        let mut ring = Self::default();
+        let mut ring = Self::plain();
         for (kid, secret) in secrets {
             if kid == Kid::plain() {
                 let why = "the key id `sha256` stands for hashes without a secret: choose another name";

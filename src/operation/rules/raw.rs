@@ -122,7 +122,7 @@ mod tests {
 
     fn same(a: &RawCommand, b: &RawCommand) -> bool {
         let operation = "notes".parse().expect("a name");
-        let fingerprinter = Fingerprinter::new(operation, 1..=1, None, Keyring::default()).expect("settings");
+        let fingerprinter = Fingerprinter::new(operation, 1..=1, None, Keyring::plain()).expect("settings");
         fingerprinter.compare(&fingerprinter.write(a), b) == Comparison::Equal
     }
 

@@ -124,7 +124,7 @@ fn fingerprinter(readable: RangeInclusive<u32>, write: u32, keyring: Keyring) ->
 }
 
 fn are_one(a: &impl Canonical, b: &impl Canonical) -> bool {
-    let fingerprinter = fingerprinter(1..=1, 1, Keyring::default());
+    let fingerprinter = fingerprinter(1..=1, 1, Keyring::plain());
     let comparison = fingerprinter.compare(&fingerprinter.write(a), b);
     assert_eq!(comparison == Comparison::Equal, fingerprinter.write(a) == fingerprinter.write(b));
     comparison == Comparison::Equal

@@ -27,7 +27,7 @@ impl Canonical for Payment {
 
 fn fingerprinter() -> Fingerprinter {
     let operation = "create_payment".parse().expect("a name");
-    Fingerprinter::new(operation, 1..=2, Some(1), Keyring::default()).expect("settings")
+    Fingerprinter::new(operation, 1..=2, Some(1), Keyring::plain()).expect("settings")
 }
 
 fn scope(principal: &str) -> Scope {
