@@ -232,11 +232,12 @@ impl Client {
     }
 
     /// The same client, with the [`ClientOptions::lifetime`] that the server of this URL publishes:
-    /// the shortest one at `/.well-known/idempotency`. Where it publishes none, that of this client
-    /// stays.
+    /// the shortest one at `/.well-known/idempotency`. Where the document names no operation, that
+    /// of this client stays.
     ///
     /// # Errors
-    /// [`ClientError::Request`]: the server publishes nothing that can be read.
+    /// [`ClientError::Request`]: the server has no such document, or it cannot be read within
+    /// [`ClientOptions::attempt_timeout`].
     pub async fn as_advertised(&self, url: &str) -> Result<Self, ClientError> {
         let mut options = self.shared.options.clone();
         if let Some(shortest) = advertised::ask(&self.http, url, options.attempt_timeout).await? {

@@ -308,9 +308,9 @@ impl Core {
         codec::decode(endpoint.endpoint(), &self.inner.sealer, of, (status, version), body)
     }
 
-    /// Sets the gauges of M103. Call it in each process before metrics are shown. Like
-    /// [`Self::sweep`], it also records which fingerprint versions this process reads and writes,
-    /// for `oncebox doctor` (O21); if that fails, only the log says so.
+    /// Sets the gauges of what is open and unknown (M103). Call it in each process before metrics
+    /// are shown. Like [`Self::sweep`], it also records which fingerprint versions this process
+    /// reads and writes, for `oncebox doctor` (O21); if that fails, only the log says so.
     ///
     /// # Errors
     /// The error of the store; the gauges keep their values.

@@ -50,8 +50,13 @@ const PAUSE_MAX: Duration = Duration::from_secs(3_600);
 impl Core {
     /// Deletes expired bodies, then the expired records of every protected operation, at most about
     /// `limit` of each (M101). Returns how many. Call it regularly, in as many processes as you
-    /// like. It also ends claims whose process died and whose client does not return, and asks
-    /// again for outcomes that are unknown, where the route can (O11). No handler is called.
+    /// like.
+    ///
+    /// It also ends claims whose process died and whose client does not return. After its lease a
+    /// claim of mode `bridged` is deleted, because without an outcome nothing took effect (O2); one
+    /// of mode `edge` is reconciled where its route can, and otherwise becomes UNKNOWN (O11). A
+    /// record that stays UNKNOWN is reconciled again, after pauses that double from a lease up to
+    /// an hour. No handler is called.
     ///
     /// # Errors
     /// The error of the store; what was deleted or ended before it stays so.

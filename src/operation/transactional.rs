@@ -131,7 +131,8 @@ impl<S: Operations + Base> Engine<S> {
     /// After a deadlock the handler is called again; nothing of the first call remains.
     /// [`Outcome::Completed`] commits. A binding [`Outcome::Rejected`] takes the effects back and
     /// stores the refusal. [`Outcome::Unknown`] commits and needs an operator. Every other outcome
-    /// rolls everything back and frees the key; so does an error, which answers 500.
+    /// rolls everything back and frees the key; so does an error of the handler, which answers 500
+    /// `OPERATION_FAILED`.
     ///
     /// # Cancel safety
     /// Dropped, the operation continues in its own task, and a retry with the same key finds its

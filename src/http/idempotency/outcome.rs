@@ -17,8 +17,9 @@ use crate::operation::{Ended, Kept, Reply};
 pub struct OutcomeTag(pub Outcome<()>);
 
 /// The part of a response that can be stored. A stream is never collected, because that would delay
-/// the client (pitfall 19). Nor is a body for whose end the run would have to wait longer than the
-/// completion budget: it keeps its claim, and the connections of a guard, until it ends.
+/// the client (pitfall 19). A body that does not end within the completion budget is sent and not
+/// stored: a run that waits for it would keep its claim, and the connections of its guard, too
+/// long.
 pub(super) async fn ended(response: Response, kept_max: usize, within: Duration) -> Ended<Response> {
     let tag = response.extensions().get::<OutcomeTag>().map(|tag| tag.0.clone());
     let head = head(&response);
@@ -69,9 +70,9 @@ pub(super) async fn reply_of(response: Response, within: Duration) -> Result<Rep
 }
 
 struct Unended {
-    /// What it did, as the rest of a sentence.
+    /// What the body did instead of ending, as the rest of a sentence.
     why: String,
-    /// All of it, with what was read already.
+    /// The whole body, with what was read already.
     body: Body,
 }
 

@@ -152,15 +152,16 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
     /// answer. A status below 400 is a success; any other is a failure that is replayed.
     ///
     /// From then on this answer is the outcome, even if other layers change the response. Any end
-    /// of the handler without this call makes the key UNKNOWN, also a reported success (answered
-    /// with 500 `IDEMPOTENCY_TRANSACTION_ENDED`), because a handler that commits by itself would
-    /// run again after a kill. Only
-    /// [`Outcome::Retryable`](crate::operation::rules::Outcome::Retryable) says that it has
+    /// of the handler without this call makes the key UNKNOWN, because a handler that commits by
+    /// itself would run again after a kill. So does a reported success: the request gets 500
+    /// `IDEMPOTENCY_TRANSACTION_ENDED`. The exception is a handler that returns
+    /// [`Outcome::Retryable`](crate::operation::rules::Outcome::Retryable) to say that it has
     /// committed nothing.
     ///
-    /// Above READ COMMITTED the database may refuse the transaction here ([`StoreError::Busy`]),
-    /// also because the lease was extended after its first statement, as happens in a handler that
-    /// runs longer than a third of its lease. The request gets 503, and the same key runs again.
+    /// Above READ COMMITTED the database may refuse the transaction here ([`StoreError::Busy`]):
+    /// when it conflicts with another one, or when the lease was extended after its first
+    /// statement, as happens in a handler that runs longer than a third of its lease. The request
+    /// gets 503, and the same key runs again.
     ///
     /// # Errors
     /// [`GuardError`]. The transaction was rolled back, except after [`StoreError::CommitUnknown`],

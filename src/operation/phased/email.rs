@@ -9,9 +9,10 @@
 //! * A 5xx about the e-mail is a refusal if it answers the only attempt that can have arrived;
 //!   after a later attempt it proves nothing.
 //! * A 4xx, a 5xx about us (at the greeting, the credentials or our address), and a connection that
-//!   ends before the text of the e-mail prove that this attempt did not arrive: no attempt counts.
-//!   A lost answer counts: from then on the state is `possibly sent N times`. When the attempts are
-//!   used up, the e-mail is dead, which an operator sees as parked.
+//!   ends before the text of the e-mail prove that this attempt did not arrive. It is not counted,
+//!   and the e-mail is tried again after a pause. A lost answer counts: from then on the state is
+//!   `possibly sent N times`. When the attempts are used up, the e-mail is dead, which an operator
+//!   sees as parked.
 //! * The transport that writes files sends exactly once: a second attempt replaces the file of the
 //!   first.
 //!

@@ -4,7 +4,9 @@
 //! Promises: one statement takes the lease, so only one of many workers has an operation. A worker
 //! takes only the flows and versions of this process, and nothing if the database belongs to
 //! another deployment. At a stop it takes nothing more, lets calls in flight end, stores what they
-//! proved, releases what it holds, and returns. It also sets the gauges of M103.
+//! proved, releases what it holds, and returns. While the database is away, it tries to store that
+//! for [`DriveSettings::shutdown_grace`](crate::operation::DriveSettings::shutdown_grace) at most.
+//! It also sets the gauges of what is open and unknown (M103).
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -36,8 +38,8 @@ const MEASURED_EVERY: Duration = Duration::from_secs(2);
 pub struct RecoveryOptions {
     /// How many operations are driven at once. Default 8.
     pub concurrency: u32,
-    /// How many of these may belong to one tenant. Default 6. A service with one tenant may set the
-    /// same number as for `concurrency`.
+    /// How many of these may belong to one tenant, so that a slow tenant does not delay the others
+    /// for long. Default 6. A service with one tenant may set the same number as for `concurrency`.
     pub per_tenant: u32,
     /// The pause between two searches when nothing was due. Default 500 ms.
     pub every: Duration,
@@ -120,8 +122,8 @@ impl Recovery {
         })
     }
 
-    /// Sets the gauges of M103 from time to time: the process of a worker may have nothing else
-    /// that does. They keep their values while the store is away.
+    /// Sets the gauges of what is open and unknown from time to time: the process of a worker may
+    /// have nothing else that does. They keep their values while the store is away.
     async fn measure(&self) -> Infallible {
         loop {
             let began = Instant::now();
