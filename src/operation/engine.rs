@@ -91,9 +91,10 @@ pub struct EngineOptions {
     /// Default: no limit. Beyond it, what would run for the first time gets 429
     /// `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is stored; stored answers are still replayed. Each
     /// process asks the store at most every five seconds, so the limit keeps a database from
-    /// filling over hours; use a rate limit against fast clients. Records without a body and the
-    /// commands of phased operations do not count. A guard store refuses this limit at
-    /// registration.
+    /// filling over hours; use a rate limit against fast clients. A body counts until its lifetime
+    /// ends. Records without a body and the commands of phased operations, which
+    /// [`Self::open_per_tenant_max`] limits, do not count. With a guard store, which does not count
+    /// bytes, [`Engine::protect`](Core::protect) returns an error.
     pub stored_bytes_per_tenant_max: Option<u64>,
     /// The region of this service, and a function that returns the region that keeps the keys of a
     /// scope; `None`: every region may serve them. A request whose keys another region keeps gets

@@ -52,11 +52,11 @@ impl Core {
     /// `limit` of each (M101). Returns how many. Call it regularly, in as many processes as you
     /// like.
     ///
-    /// It also ends claims whose process died and whose client does not return. After its lease a
-    /// claim of mode `bridged` is deleted, because without an outcome nothing took effect (O2); one
-    /// of mode `edge` is reconciled where its route can, and otherwise becomes UNKNOWN (O11). A
-    /// record that stays UNKNOWN is reconciled again, after pauses that double from a lease up to
-    /// an hour. No handler is called.
+    /// It also ends claims whose process died and whose client does not return, at most `limit` of
+    /// each operation. After its lease a claim of mode `bridged` is deleted, because without an
+    /// outcome nothing took effect (O2); one of mode `edge` is reconciled where its route can, and
+    /// otherwise becomes UNKNOWN (O11). A record that stays UNKNOWN is reconciled again where its
+    /// route can, after pauses that double from a lease up to an hour. No handler is called.
     ///
     /// # Errors
     /// The error of the store; what was deleted or ended before it stays so.

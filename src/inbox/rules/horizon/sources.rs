@@ -28,8 +28,8 @@ pub(crate) struct Sources {
 pub(crate) struct HorizonTooShort {
     /// The horizon that was set.
     horizon: Duration,
-    /// The duration that the horizon must exceed, with the skew included; `None` if none is
-    /// long enough.
+    /// The duration that the horizon must exceed, with the skew included; `None` if only an inbox
+    /// that never forgets is enough.
     needs: Option<Duration>,
     /// What can deliver a duplicate so late, in words.
     because: &'static str,
