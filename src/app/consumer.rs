@@ -111,8 +111,8 @@ fn require_apart(consumers: &[ConsumerSettings], broker_url: &str) -> Result<(),
 }
 
 impl Settings {
-    /// With which of these settings a program does not start: which program, what of its settings,
-    /// and why.
+    /// Finds the settings with which a program would not start: for each the program, the part of
+    /// its settings, and why.
     #[must_use]
     pub fn mistakes(&self) -> Vec<(&'static str, String, String)> {
         let mut found = Vec::new();

@@ -131,7 +131,8 @@ pub struct DriveSettings {
     pub attempts_max: u32,
     /// After how many calls that prove nothing a drive releases its operation. Default 3.
     pub calls_per_drive: u32,
-    /// The longest pause of a provider for which a driver keeps its operation. Default 2.5 s.
+    /// The longest pause that a provider may ask for while the driver waits. For a longer one the
+    /// driver releases the operation. Default 2.5 s.
     pub wait_max: Duration,
     /// The pause after the first attempt in vain; it doubles each time. Default 1 s.
     pub backoff_first: Duration,
