@@ -151,12 +151,13 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
     /// Writes the outcome in the handler's own transaction, commits both together, and returns the
     /// answer. A status below 400 is a success; any other is a failure that is replayed.
     ///
-    /// From then on this answer is the outcome, even if other layers change the response. Any end
-    /// of the handler without this call makes the key UNKNOWN, because a handler that commits by
-    /// itself would run again after a kill. So does a reported success: the request gets 500
-    /// `IDEMPOTENCY_TRANSACTION_ENDED`. The exception is a handler that returns
+    /// From then on this answer is the outcome, even if other layers change the response. A handler
+    /// that reports a success without this call has not succeeded: its key becomes UNKNOWN, and the
+    /// request gets 500 `IDEMPOTENCY_TRANSACTION_ENDED`, because a handler that commits by itself
+    /// would run again after a kill. A panic, or a status such as 500 that leaves the end open,
+    /// makes the key UNKNOWN too, unless the handler returns
     /// [`Outcome::Retryable`](crate::operation::rules::Outcome::Retryable) to say that it has
-    /// committed nothing.
+    /// committed nothing. Refusals (4xx) are judged as on a route of mode `edge`.
     ///
     /// Above READ COMMITTED the database may refuse the transaction here ([`StoreError::Busy`]):
     /// when it conflicts with another one, or when the lease was extended after its first
