@@ -56,9 +56,9 @@ impl Moved {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
 
-    /// Called when the server said that it takes no writes: older connections are left, and new ones
-    /// follow the name. This happens at most once in [`LOOK`], because the name may lead to the same
-    /// server for long, and each error would make all connections anew.
+    /// Called when the server said that it takes no writes: older connections are left, and new
+    /// ones follow the name. This happens at most once in [`LOOK`], because the name may lead to
+    /// the same server for long, and each error would make all connections anew.
     pub(in crate::store) fn perhaps(&self) {
         let mut at = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if at.is_none_or(|at| at.elapsed() >= LOOK) {
