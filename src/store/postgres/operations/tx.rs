@@ -107,8 +107,8 @@ pub(super) async fn begin(
     }))
 }
 
-/// As `begin`, for a key that was not looked up before. Returns none where the claim is refused; the
-/// caller then looks the key up.
+/// As `begin`, for a key that was not looked up before. Returns none where the claim is refused;
+/// the caller then looks the key up.
 pub(super) async fn begin_unseen(
     store: &PostgresStore,
     claim: &KeyClaim,
