@@ -155,9 +155,9 @@ pub struct OperatorRequest {
     pub topic: String,
     /// The key of the row; `None` where it has none.
     pub key: Option<String>,
-    /// True to delete the row, then publish the rows behind it. False to publish it again, then
-    /// those behind it; only a dead row is redriven. Its id is that of the row, which the
-    /// operator's command may have changed.
+    /// True: delete the row, then publish the rows behind it. False, only for a dead row: publish
+    /// it again, then the rows behind it. The message gets the id that the row has now: the
+    /// operator's command may have changed it.
     pub discard: bool,
 }
 

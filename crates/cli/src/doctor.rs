@@ -1,5 +1,5 @@
 //! `oncebox doctor`: checks everything that the promise depends on. Exit code 3 where something
-//! breaks it, or is stuck.
+//! breaks it, is not there yet, or is stuck.
 
 use std::path::Path;
 use std::time::Duration;
@@ -17,9 +17,10 @@ use oncebox::error::redact;
 use oncebox::operation::OperationName;
 use oncebox::store::{ActContext, DeadMessage, Finding, OperationStore, SchemaState, Severity};
 
-/// How many topics that cannot be sent to are looked at.
+/// The most topics with held messages that are looked at.
 const HELD_TOPICS_MAX: usize = 100;
-/// The consumer by which Kafka is asked for them. There is none of this name.
+/// Kafka is asked about topics by a subscription, so topics of no configured consumer get one of
+/// this name. What is found about its group, which does not exist, is not shown.
 const NOBODY: &str = "oncebox-doctor";
 
 /// What counts as stuck, and what `doctor` does beside looking.
@@ -97,7 +98,7 @@ async fn database(settings: &Settings, older_than: Duration) -> Result<Looked, A
     oncebox::with_store!(settings, None, |store| look(store, settings, older_than).await)
 }
 
-/// Mends what is broken. Without `--yes` it only says what would be done.
+/// Mends what is broken. Without `--yes` nothing is changed, and an error says what would be done.
 async fn mend<S: OperationStore>(store: S, args: &DoctorArgs) -> Result<(), AppError> {
     store.schema().await?.require()?;
     let actor = args.by.clone().unwrap_or_else(super::act::actor);
@@ -173,7 +174,7 @@ async fn broker_findings(broker: &AnyBroker, settings: &Settings, held: &[DeadMe
     findings
 }
 
-/// A topic for which the outbox holds messages, and how it can be sent to.
+/// The finding for a topic whose messages the outbox holds; its remedy says how they can be sent.
 fn held_topic(first: &DeadMessage, broker: &AnyBroker, settings: &Settings) -> Finding {
     let DeadMessage { topic, reason, number, behind, .. } = first;
     let detail = format!("{number} is held for it, with {behind} behind: {reason}");

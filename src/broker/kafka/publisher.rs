@@ -361,8 +361,9 @@ impl Publisher for KafkaPublisher {
                 if !named && tokio::time::timeout_at(until.into(), self.session.window.changed()).await.is_ok() {
                     continue;
                 }
-                // An outcome may have come since: it is returned before the error. So may a report
-                // that tells more, as that the topic takes smaller batches.
+                // An outcome may have come since: it is returned before the error. A report may
+                // have come that tells more than this doubt, for example that the topic takes
+                // smaller batches: then that is the error.
                 return if self.session.window.take(settled) { Ok(()) } else { Err(self.doubt().unwrap_or(doubt)) };
             }
             self.changed().await;

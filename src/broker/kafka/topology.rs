@@ -69,7 +69,8 @@ impl TopicLimits {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes how many partitions a topic has, 0 where it does not exist; tells once of more.
+    /// Notes how many partitions a topic has, 0 where it does not exist. Where they have become
+    /// more, returns this once.
     pub(super) fn saw_partitions(&self, topic: &str, now: usize) -> Option<Grown> {
         let mut partitions = self.partitions.lock().unwrap_or_else(PoisonError::into_inner);
         if now == 0 {

@@ -33,7 +33,8 @@ pub(super) const ENABLE_PLUGIN: &str = "rabbitmq-plugins enable rabbitmq_consist
 pub(super) struct QueueState {
     pub(super) ready: u32,
     pub(super) consumers: u32,
-    /// True where the delivery limit is not the one that we asked for.
+    /// True where the delivery limit is not the one that we asked for, or where we have no right to
+    /// declare and so do not know it.
     pub(super) limit_as_it_stands: bool,
     /// The delivery limit of the queue's own declaration; `None` where it has none or none is told.
     pub(super) limit: Option<i32>,

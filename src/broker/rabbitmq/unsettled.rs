@@ -93,7 +93,8 @@ impl State {
         self.no_route.remove(topic);
     }
 
-    /// Whether a topic can be sent to: after a message was returned not before this time is over.
+    /// Whether a topic can be sent to. After a message was returned, the topic is not ready until
+    /// `route_retry` has passed.
     pub(super) fn state_of(&mut self, topic: &str, route_retry: Duration) -> TopicState {
         if let Some((at, why)) = self.no_route.get(topic)
             && at.elapsed() < route_retry

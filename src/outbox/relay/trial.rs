@@ -167,6 +167,8 @@ enum Order {
     Send(Vec<(i64, OutgoingMessage)>),
 }
 
+/// What the task of a lane tells. `Over` ends its round: a topic of the round without an answer had
+/// no row to try.
 #[derive(Debug)]
 enum Answer {
     There(Vec<String>),

@@ -27,7 +27,8 @@ use crate::error::{StoreError, classify, words};
 const ONE_MAX: Duration = Duration::from_secs(10);
 /// How long each host may take if there are several.
 const EACH_MAX: Duration = Duration::from_secs(3);
-/// The pause between two checks of the host that is used, or of where its name leads.
+/// The pause between two checks of the host that is used, and the shortest time after which older
+/// connections are left again (see [`Moved::perhaps`]).
 const LOOK: Duration = Duration::from_secs(1);
 
 /// How a connection to a database is made.
@@ -40,12 +41,13 @@ pub(in crate::store) struct Hosts<Db: Remote> {
     moved: Moved,
 }
 
-/// The time since which connections that are older are not used any more.
+/// The moment of the last move to another server. A connection that was made before it is not taken
+/// from the pool any more.
 #[derive(Debug, Clone, Default)]
 pub(in crate::store) struct Moved(Arc<Mutex<Option<Instant>>>);
 
 impl Moved {
-    /// How long ago older connections were left; none if they never were.
+    /// How long ago the last move was; `None` if there was none.
     pub(in crate::store) fn since(&self) -> Option<Duration> {
         Some(self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.elapsed())
     }
@@ -54,8 +56,9 @@ impl Moved {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
 
-    /// Leaves older connections, at most once in [`LOOK`]: a server that takes no writes may do so
-    /// for long, and its name may lead to it all that time.
+    /// Called when the server said that it takes no writes: older connections are left, and new
+    /// ones follow the name. This happens at most once in [`LOOK`], because the name may lead to
+    /// the same server for long, and each error would make all connections anew.
     pub(in crate::store) fn perhaps(&self) {
         let mut at = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if at.is_none_or(|at| at.elapsed() >= LOOK) {
@@ -207,6 +210,8 @@ async fn watch<Db: Remote>(mut hosts: Hosts<Db>, pool: Pool<Db>, pulse: Arc<toki
                 pool.set_connect_options(options.clone());
                 hosts.moved.now();
                 hosts.current = index;
+                // The kept connection of the pings leads to the former host. A ping holds this lock
+                // while it waits for that host, and the checks go on meanwhile.
                 let pulse = Arc::clone(&pulse);
                 tokio::spawn(async move { drop(pulse.lock().await.take()) });
             }

@@ -2,8 +2,8 @@
 //!
 //! Guarantees: the primary key, of fixed binary values, decides who executes (O16, R24); every
 //! other write is one statement that compares the epoch it saw; a transactional operation does not
-//! wait for another claim of its key (O17), and its outcome is written only while the savepoint set
-//! after the claim exists (O1, R23).
+//! wait for another claim of its key (O17), except for one second on MySQL, which has no shorter
+//! lock wait; its outcome is written only while the savepoint set after the claim exists (O1, R23).
 
 mod tx;
 

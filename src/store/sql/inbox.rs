@@ -27,8 +27,9 @@ use crate::inbox::rules::position::Position;
 use crate::message::MessageId;
 use crate::time::db_time::DbTime;
 
-/// The part of [`Inbox`] that each database implements itself: `begin_batch` is its `begin`, and so
-/// on.
+/// The part of [`Inbox`] that each database implements itself. `begin_batch`, `known_ids`,
+/// `are_contested` and `bounds_now` keep the promises of its `begin`, `known`, `is_contested` and
+/// `bounds`.
 #[async_trait]
 pub(in crate::store) trait OwnInbox: SqlStore + Debug {
     /// Whether the purge finds ids that carry a time by the key. Otherwise it finds all ids by
@@ -90,6 +91,7 @@ const COUNT_FIRST: &str = "insert into oncebox.attempt (consumer_id, message_id,
     {or update consumer_id, message_id} \
     attempts = {greatest}(oncebox.attempt.attempts, 1)";
 
+/// On MySQL the join finds only the rows of these messages, so only the others need the condition.
 const TAKE_BACK: &str = "{pg: /* planned anew */ }update \
     {my: json_table(:ids, '$[*]' columns (id varchar(32) path '$')) j straight_join oncebox.attempt a force index (primary) \
       on a.consumer_id = :consumer and a.message_id = unhex(j.id)}{pg lite: oncebox.attempt as a} \

@@ -42,8 +42,8 @@ update oncebox.shard set epoch = epoch + 1, revision = revision + 1, owner = :ow
        {my: lease_seconds}{lite: lease_length} = {lease :length}, lease_until = {now} + {span :length} \
  where shard_id = :shard";
 
-/// Takes the lease on MySQL and SQLite, and returns the new fence and the cursor; the answer that
-/// refuses it where another owner has the lease or there is no such shard.
+/// Takes the lease on MySQL and SQLite. Returns the new fence and the cursor. Where another owner
+/// has the lease, or there is no such shard, returns the answer that says so.
 pub(in crate::store) async fn take(
     store: &dyn SqlStore,
     request: &LeaseRequest,

@@ -81,9 +81,10 @@ pub(in crate::store) trait HeldPhase: Debug + Send {
         None
     }
 
-    /// What it proves of the transaction that the statement which moves the operation changed no
-    /// row, or failed; the given error, where the transaction is still ours. A database without a
-    /// token learns nothing new here: [`Self::prove`] has looked before.
+    /// Called where the statement that moves the operation changed no row, or failed with this
+    /// error. Returns whether the transaction is still ours. If it is, and the statement failed,
+    /// returns the given error. A database without a token learns nothing new here:
+    /// [`Self::prove`] has looked before.
     async fn judge(&mut self, failed: Option<StoreError>) -> Result<Proof, StoreError> {
         failed.map_or(Ok(Proof::Same), Err)
     }

@@ -32,7 +32,8 @@ pub(in crate::store) struct PostgresOperationTx {
 #[derive(Debug)]
 pub(in crate::store::postgres) struct Held {
     pub(in crate::store::postgres) tx: Bounded<Postgres>,
-    /// The id of the transaction that holds the claim: the witness of R23.
+    /// The id of the transaction that holds the claim. The outcome is written only in the
+    /// transaction of this id (R23).
     pub(in crate::store::postgres) token: String,
     /// The name of the savepoint, made from a new UUID v7.
     savepoint: String,
@@ -86,8 +87,8 @@ impl Held {
     }
 }
 
-/// Begins with a savepoint, tries the lock, and claims. Where the claim is refused, the transaction
-/// is ended before this returns.
+/// Begins with a savepoint, tries the advisory lock of the key, and claims. Where the claim is
+/// refused, the transaction is ended before this returns.
 ///
 /// The savepoint is sent in one message with BEGIN, so it stands before the claim. A rollback to it
 /// takes the claim back too, and the caller must claim again.
@@ -106,7 +107,8 @@ pub(super) async fn begin(
     }))
 }
 
-/// As `begin`, for a key that was not looked up before. Returns none where the claim is refused.
+/// As `begin`, for a key that was not looked up before. Returns none where the claim is refused;
+/// the caller then looks the key up.
 pub(super) async fn begin_unseen(
     store: &PostgresStore,
     claim: &KeyClaim,
@@ -121,7 +123,7 @@ pub(super) async fn begin_unseen(
     Ok(Some(PostgresOperationTx { held, owned, claim: claim.clone(), renewal: None }))
 }
 
-/// A transaction that holds the claim, and its id.
+/// Begins a transaction without a savepoint and claims. Returns it with its id.
 pub(in crate::store::postgres) async fn staked(
     store: &PostgresStore,
     claim: &KeyClaim,
@@ -131,6 +133,7 @@ pub(in crate::store::postgres) async fn staked(
     staked_in(store.pool.begin(BEGIN).await?, claim, basis, owned).await
 }
 
+/// Locks the record. Returns no row where another transaction has locked it.
 const LOCK_FREE: &str = "select epoch from oncebox.idempotency_request where key_digest = :digest {lock free}";
 
 async fn staked_in(
@@ -154,7 +157,8 @@ async fn staked_in(
     Ok(found.map_or(Begun::Locked, |record| Begun::Existing(Box::new(record))))
 }
 
-/// Tries the lock and claims. Returns the id of the transaction where the claim succeeded.
+/// Tries the advisory lock of the key and claims. Returns the id of the transaction where the claim
+/// succeeded; none where the lock is not free, or the record is not what the claim expects.
 async fn stake(
     tx: &mut Bounded<Postgres>,
     claim: &KeyClaim,
