@@ -11,7 +11,7 @@ pub mod config;
 mod connect;
 mod consumer;
 mod exit;
-mod gauges;
+pub(crate) mod gauges;
 mod listen;
 mod logging;
 mod program;
@@ -20,12 +20,14 @@ mod publisher;
 mod signals;
 
 pub use self::{
-    connect::{open_broker, open_store, open_store_with, store_kind},
+    connect::{AnyBroker, open_broker, open_store, open_store_with, store_kind},
     consumer::{HandlersByConsumer, run_consumers_with},
     exit::AppError,
     logging::{LogFormat, say, speak, start_logging},
-    program::{CommonArgs, run},
-    programs::{ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, publisher, start},
+    program::{COMMON_OPTIONS, CommonArgs, run},
+    programs::{
+        ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, program_commands, publisher, start,
+    },
     publisher::run_publisher_with,
     signals::stop_on_signals,
 };

@@ -148,6 +148,8 @@ mod properties;
 /// services, and may change with every version.
 #[doc(hidden)]
 pub mod adapter {
+    #[cfg(feature = "programs")]
+    pub use crate::app::gauges::keep_gauges;
     #[cfg(feature = "duties")]
     pub use crate::time::lease::Lease;
     pub use crate::{

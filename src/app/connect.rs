@@ -24,7 +24,7 @@ use crate::store::base::StoreOptions;
 use crate::time::pace::Pace;
 
 /// A broker of any kind, behind its trait.
-pub(super) type AnyBroker = Arc<dyn Broker>;
+pub type AnyBroker = Arc<dyn Broker>;
 
 /// The kind of store of a URL: `postgres`, `mysql` or `sqlite`.
 pub fn store_kind(url: &str) -> Result<&'static str, AppError> {

@@ -21,7 +21,7 @@ const EVERY: Duration = Duration::from_secs(2);
 const INBOX_EVERY: Duration = Duration::from_secs(60);
 
 /// Keeps the gauges of one database up to date; it does not end.
-pub(super) async fn keep_gauges(store: Arc<dyn Duties>) {
+pub async fn keep_gauges(store: Arc<dyn Duties>) {
     let read_at = Mutex::new(Instant::now());
     let read_at = || read_at.lock().unwrap_or_else(PoisonError::into_inner);
     let ages = async {

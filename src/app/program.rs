@@ -13,7 +13,7 @@ use super::exit::{AppError, Exit};
 use super::logging::{LogFormat, say, speak, start_logging};
 
 /// The heading in a help under which the flags stand that every command takes.
-const COMMON_OPTIONS: &str = "Common options";
+pub const COMMON_OPTIONS: &str = "Common options";
 
 /// Flags of every program; a command line of one's own takes them by `#[command(flatten)]`.
 #[derive(Debug, Clone, Default, Args)]

@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use clap::{Args, Parser};
+use clap::{Args, CommandFactory, Parser};
 use futures_util::future::BoxFuture;
 use tokio_util::sync::CancellationToken;
 
@@ -139,6 +139,12 @@ struct ConsumerProgram {
     common: CommonArgs,
     #[command(flatten)]
     args: ConsumerArgs,
+}
+
+/// The command lines of the programs `publisher` and `consumer`, for completions.
+#[must_use]
+pub fn program_commands() -> [clap::Command; 2] {
+    [PublisherProgram::command(), ConsumerProgram::command()]
 }
 
 /// The program `publisher`; its `main` returns this. It has no operations and recovers none (O22).

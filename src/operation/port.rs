@@ -289,7 +289,10 @@ impl KeyClaim {
     }
 
     /// Refuses a mode for which this way of claiming would break a promise.
-    pub(crate) fn requires(&self, modes: &[Mode]) -> Result<(), StoreError> {
+    ///
+    /// # Errors
+    /// `StoreError::Refused`, with the mode of the claim.
+    pub fn requires(&self, modes: &[Mode]) -> Result<(), StoreError> {
         if modes.contains(&self.mode) {
             return Ok(());
         }

@@ -2,11 +2,11 @@
 
 use std::process::ExitCode;
 
-use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 use super::common::{CommonArgs, Output, run};
 use super::{audit, bench, config, consumers, dead, demo, doctor, keys, migrate, operations, queues, status};
-use oncebox::app::{AppError, ConsumerArgs, LogFormat, PublisherArgs, speak};
+use oncebox::app::{AppError, COMMON_OPTIONS, ConsumerArgs, LogFormat, PublisherArgs, program_commands, speak};
 
 /// Exactly-once effects over at-least-once brokers.
 #[derive(Debug, Parser)]
@@ -15,7 +15,7 @@ struct OnceboxArgs {
     #[command(flatten)]
     common: CommonArgs,
     /// How data is printed; with `json` errors on stderr are JSON too, one object a line
-    #[arg(long, value_enum, default_value_t, global = true, help_heading = "Common options")]
+    #[arg(long, value_enum, default_value_t, global = true, help_heading = COMMON_OPTIONS)]
     output: Output,
     #[command(subcommand)]
     command: Command,
@@ -118,14 +118,8 @@ impl OnceboxArgs {
             Command::Sender(args) => super::sender::run(&args, &self.common).await,
             Command::Completions { shell, program } => {
                 let mut script = Vec::new();
-                let named = |name: &'static str| {
-                    CommonArgs::augment_args(clap::Command::new(name).version(env!("CARGO_PKG_VERSION")))
-                };
-                let mut command = match program.as_str() {
-                    "publisher" => PublisherArgs::augment_args(named("publisher")),
-                    "consumer" => ConsumerArgs::augment_args(named("consumer")),
-                    _ => Self::command(),
-                };
+                let mut programs = program_commands().into_iter();
+                let mut command = programs.find(|one| one.get_name() == program).unwrap_or_else(Self::command);
                 clap_complete::generate(shell, &mut command, program, &mut script);
                 data!("{}", String::from_utf8_lossy(&script).trim_end());
                 Ok(())

@@ -1,20 +1,14 @@
 //! What the commands share with the programs, and how data is printed.
 
-use std::sync::Arc;
-
 use clap::builder::RangedU64ValueParser;
 use comfy_table::{ContentArrangement, Table, presets};
 use serde_json::Value;
 
 use oncebox::app::config::Settings;
+pub(super) use oncebox::app::{AnyBroker, CommonArgs, run};
 use oncebox::app::{AppError, say};
-pub(super) use oncebox::app::{CommonArgs, run};
-use oncebox::broker::Broker;
 use oncebox::error::redact;
 use oncebox::store::{Schema, SchemaState};
-
-/// A broker of any kind, behind its trait.
-pub(super) type AnyBroker = Arc<dyn Broker>;
 
 /// Prints a line of data to stdout. If that fails, the command returns the error.
 macro_rules! data {

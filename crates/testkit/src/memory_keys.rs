@@ -131,9 +131,7 @@ impl Keys for MemoryKeys {
     }
 
     async fn claim(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Option<Owned>, StoreError> {
-        if !matches!(claim.mode, Mode::Bridged | Mode::Edge) {
-            return Err(StoreError::Refused(format!("a claim of mode {} cannot be made here", claim.mode)));
-        }
+        claim.requires(&[Mode::Bridged, Mode::Edge])?;
         let (mut book, now, digest) = (self.book(), now(), claim.identity.digest());
         let created_at = match (book.rows.get(&digest), basis) {
             (None, Basis::New) => now,
@@ -265,15 +263,15 @@ impl Keys for MemoryKeys {
     }
 
     async fn open_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
-        let of_tenant = |row: &&Row| row.record.identity.tenant() == tenant && is_open(row.record.state);
-        Ok(self.book().rows.values().filter(of_tenant).count() as u64)
+        let is_open = |row: &&Row| row.record.identity.tenant() == tenant && !row.record.state.is_terminal();
+        Ok(self.book().rows.values().filter(is_open).count() as u64)
     }
 
     async fn stored_of_tenant(&self, tenant: &str) -> Result<u64, StoreError> {
         let (book, now) = (self.book(), now());
         let of_tenant = book.rows.values().filter(|row| row.record.identity.tenant() == tenant);
         let bodies = of_tenant.filter_map(|row| row.body.as_ref()).filter(|(_, until)| *until > now);
-        Ok(bodies.map(|(body, _)| stands_in(body)).sum())
+        Ok(bodies.map(|(body, _)| body.stands_in()).sum())
     }
 
     async fn observe_run(&self, _: &NewEvidence) -> Result<(), StoreError> {
@@ -300,17 +298,6 @@ impl Keys for MemoryKeys {
         }
         Ok(stats)
     }
-}
-
-/// Whether the outcome is not known.
-fn is_open(state: State) -> bool {
-    matches!(state, State::InProgress | State::UnknownRequiresRecovery)
-}
-
-/// How many bytes a body takes; the length of each name and value of a header takes four.
-fn stands_in(body: &KeptBody) -> u64 {
-    let headers = body.headers.iter().map(|(name, value)| 8 + name.len() + value.len());
-    (headers.sum::<usize>() + body.bytes.len()) as u64
 }
 
 fn count(number: usize) -> i64 {

@@ -22,7 +22,8 @@ pub(crate) fn corrupt(error: impl std::fmt::Display) -> StoreError {
 
 impl KeptBody {
     /// How many bytes headers and body take when stored; headers in the format of `pack`.
-    pub(crate) fn stands_in(&self) -> u64 {
+    #[must_use]
+    pub fn stands_in(&self) -> u64 {
         let headers = self.headers.iter().map(|(name, value)| 8 + name.len() as u64 + value.len() as u64);
         headers.sum::<u64>() + self.bytes.len() as u64
     }

@@ -170,7 +170,8 @@ impl State {
     }
 
     /// Whether the outcome is known. Only such a state expires, and only such a record is purged.
-    pub(crate) fn is_terminal(self) -> bool {
+    #[must_use]
+    pub fn is_terminal(self) -> bool {
         matches!(self, Self::Completed | Self::FailedReplayable | Self::FailedRetryable | Self::Expired)
     }
 }

@@ -20,9 +20,10 @@ use super::work::Maker;
 use super::yard::Yard;
 use crate::common::failed;
 use crate::progress::Rounds;
+use oncebox::adapter::keep_gauges;
 use oncebox::app::AppError;
 use oncebox::observe::Health;
-use oncebox::store::{ConsumerSpec, Duties, Status};
+use oncebox::store::ConsumerSpec;
 use oncebox::{Relay, RelayOptions};
 
 /// Pending rows beside which a relay is measured, and the name of the figure. Sizes beyond
@@ -108,7 +109,7 @@ impl<'a, S: Yard> Outbox<'a, S> {
         let relay = Relay::new(self.store.clone(), Arc::new(watched.clone()), options, Health::default());
         let stop = CancellationToken::new();
         let mut gauges = JoinSet::new();
-        gauges.spawn(look(self.store.clone().into_duties()));
+        gauges.spawn(keep_gauges(self.store.clone().into_duties()));
         let stopped = stop.clone();
         let mut relay = tokio::spawn(async move { relay.run(stopped).await });
         let measured = tokio::select! {
@@ -123,27 +124,6 @@ impl<'a, S: Yard> Outbox<'a, S> {
         relay.await.map_err(failed)??;
         self.pending = self.pending.saturating_sub(watched.look(|notes| notes.proven));
         measured
-    }
-}
-
-/// Reads the status as often as the gauges of a publisher, and counts the inbox rows as often; it
-/// does not end.
-async fn look(store: Arc<dyn Duties>) {
-    const EVERY: Duration = Duration::from_secs(2);
-    const INBOX_EVERY: Duration = Duration::from_secs(60);
-    let (mut last, mut counts_inbox_at) = (Status::default(), Instant::now());
-    loop {
-        let began = Instant::now();
-        let counts_inbox = began >= counts_inbox_at;
-        let read = if counts_inbox { store.status().await } else { store.status_since(&last).await };
-        let mut rest = EVERY;
-        if counts_inbox {
-            counts_inbox_at = Instant::now() + INBOX_EVERY;
-        } else {
-            rest = (50 * began.elapsed()).clamp(EVERY, Duration::from_secs(60));
-        }
-        last = read.unwrap_or(last);
-        tokio::time::sleep(rest).await;
     }
 }
 
