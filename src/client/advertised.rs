@@ -74,15 +74,37 @@ pub(super) async fn ask(http: &reqwest::Client, url: &str, timeout: Duration) ->
             return Err(ClientError::Request(format!("{PATH} is answered with {}", answer.status())));
         }
         let body = body_of(&mut answer, BYTES_MAX).await.map_err(ClientError::Request)?;
-        let advertised: Advertised = serde_json::from_slice(&body).map_err(ClientError::unusable)?;
-        Ok(advertised.operations.iter().map(|operation| operation.ttl).min())
+        shortest(&body).map_err(ClientError::unusable)
     };
     tokio::time::timeout(timeout, whole).await.map_err(|_| ClientError::Request(format!("{PATH} does not answer")))?
 }
 
+fn shortest(document: &[u8]) -> serde_json::Result<Option<Duration>> {
+    let advertised: Advertised = serde_json::from_slice(document)?;
+    Ok(advertised.operations.iter().map(|operation| operation.ttl).min())
+}
+
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
     use super::*;
+
+    #[test]
+    fn m110_the_shortest_lifetime_of_all_operations_counts() {
+        let of = |lifetimes: &str| shortest(format!(r#"{{"operations":[{lifetimes}]}}"#).as_bytes()).unwrap();
+        let (day, three) =
+            (r#"{"operation":"create_payment","ttl":"PT24H"}"#, r#"{"operation":"create_note","ttl":"PT3S"}"#);
+        assert_eq!(of(&format!("{day},{three}")), Some(Duration::from_secs(3)));
+        assert_eq!(of(day), Some(Duration::from_secs(86_400)));
+        assert_eq!(of(""), None);
+    }
+
+    // Shown by: a path that must be present, because then the document is not read.
+    #[test]
+    fn m97_an_operation_whose_place_is_not_published_is_read() {
+        let document = br#"{"operations": [{"operation": "pay", "path": null, "method": null, "ttl": "PT1H"}]}"#;
+        assert_eq!(shortest(document).unwrap(), Some(Duration::from_secs(3_600)));
+    }
 
     // Shown by: reading M as months everywhere; allowing an empty T.
     #[test]

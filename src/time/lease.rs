@@ -118,7 +118,13 @@ mod tests {
         for seen in [Fence { epoch: 7, revision: 2 }, Fence { epoch: 7, revision: 4 }, Fence { epoch: 6, revision: 3 }]
         {
             let why = mine.check(seen).expect_err("not as it was left");
-            assert!(why.ends_with("this session wrote epoch 7 revision 3"), "{why}");
+            let Fence { epoch, revision } = seen;
+            assert_eq!(
+                why,
+                format!(
+                    "the row of the lease has epoch {epoch} revision {revision}, this session wrote epoch 7 revision 3"
+                )
+            );
         }
     }
 }

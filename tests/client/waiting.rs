@@ -72,13 +72,17 @@ async fn m110_the_lifetime_of_keys_is_read_where_the_server_publishes_it() {
     let body = r#"{"operations":[
         {"operation":"create_payment","path":"/payments","method":"POST","required":true,"ttl":"PT24H","mode":"same_tx","mismatchStatus":422},
         {"operation":"create_note","path":"/notes","method":"POST","required":true,"ttl":"PT3S","mode":"edge","mismatchStatus":422}]}"#;
-    let server = Server::start([say(200, &[("content-type", "application/json")], body)]).await;
-    let client = client();
-    let client = client.as_advertised(&format!("{}/payments?x=1", server.origin)).await.unwrap();
-    assert_eq!(server.came()[0].line, "GET /.well-known/idempotency HTTP/1.1");
-    // Attempts of so many seconds do not fit into three.
-    assert!(client.send(&server.request()).await.is_err());
-    assert_eq!(server.came().len(), 1);
+    for (attempt, fits) in [(2, true), (4, false)] {
+        let server = Server::start([say(200, &[("content-type", "application/json")], body)]).await;
+        let options = ClientOptions { attempt_timeout: Duration::from_secs(attempt), ..quick() };
+        let client = Client::new(options).unwrap();
+        let client = client.as_advertised(&format!("{}/payments?x=1", server.origin)).await.unwrap();
+        assert_eq!(server.came()[0].line, "GET /.well-known/idempotency HTTP/1.1");
+        // Three seconds are the shortest lifetime, and an attempt must fit into it.
+        let sent = client.send(&server.request()).await;
+        assert_eq!(sent.is_ok(), fits, "{sent:?}");
+        assert_eq!(server.came().len(), if fits { 2 } else { 1 });
+    }
 }
 
 // Shown by: a breaker that is never told.

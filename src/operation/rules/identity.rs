@@ -292,7 +292,8 @@ mod tests {
             assert_ne!(Identity::new(&scope, name.clone(), key.clone()).digest(), public.digest());
         }
         for bad in ["", "a b", "a\u{e9}", &"o".repeat(129)] {
-            assert!(bad.parse::<OperationName>().is_err(), "{bad}");
+            let why = bad.parse::<OperationName>().expect_err(bad).to_string();
+            assert!(why.starts_with(&format!("`{bad}` is no name of an operation: ")), "{why}");
         }
     }
 
@@ -324,7 +325,8 @@ mod tests {
         assert_eq!(refused(b"t", b"\xff", KEY.as_bytes()), "a stored operation is not text that this program wrote");
         assert!(refused(b"t", b"o", b"short").starts_with("a stored key is none: the key has 5 characters"));
         for bad in ["", "k1", "k1:00", &format!("k1:{}", "g".repeat(64)), &format!("k1:{}", "A".repeat(64))] {
-            assert!(bad.parse::<PrincipalMark>().is_err(), "{bad}");
+            let why = bad.parse::<PrincipalMark>().expect_err(bad).to_string();
+            assert_eq!(why, "a stored principal is not `kid:hex` with 64 hexadecimal digits", "{bad}");
         }
     }
 }
