@@ -305,7 +305,7 @@ fn write(statement: &Statement, dialect: Dialect) -> (String, Vec<&'static str>)
 }
 
 /// The word of each [`Dialect`] for what only that database reads.
-const DATABASES: [&str; 3] = ["pg", "my", "lite"];
+const DATABASES: [(&str, Dialect); 3] = [("pg", Dialect::Postgres), ("my", Dialect::MySql), ("lite", Dialect::Sqlite)];
 
 struct Writing<'a> {
     dialect: Dialect,
@@ -350,11 +350,9 @@ impl Writing<'_> {
 
     /// Writes what a word in braces becomes.
     fn word(&mut self, word: &'static str) {
-        if let Some((of, inside)) =
-            word.split_once(':').filter(|(of, _)| of.split(' ').all(|of| DATABASES.contains(&of)))
-        {
-            let own = DATABASES[self.dialect as usize];
-            if of.split(' ').any(|of| of == own) {
+        let is_a_database = |of: &str| DATABASES.iter().any(|(word, _)| *word == of);
+        if let Some((of, inside)) = word.split_once(':').filter(|(of, _)| of.split(' ').all(is_a_database)) {
+            if of.split(' ').any(|of| DATABASES.contains(&(of, self.dialect))) {
                 self.write(inside.trim_start());
             }
         } else if let Some((name, inside)) = word.strip_prefix("if ").and_then(|word| word.split_once(':')) {

@@ -111,10 +111,10 @@ impl Entry {
         if entry.version != VERSION {
             return Err(format!("version {} is not known here", entry.version));
         }
-        let (place, (body, digest)): (Place, (_, [u8; 32])) = match (entry.place, &entry.body_sha256, bodies) {
+        let (place, body, digest): (Place, _, [u8; 32]) = match (entry.place, &entry.body_sha256, bodies) {
             (Some(place), Some(digest), _) => {
                 let digest = unhex(digest).and_then(|bytes| bytes.try_into().ok()).ok_or("its digest is none")?;
-                (place, (None, digest))
+                (place, None, digest)
             }
             #[cfg(feature = "encrypt")]
             (None, None, Bodies::Encrypted(secret)) => {
@@ -122,7 +122,7 @@ impl Entry {
                 let end = opened.iter().position(|&byte| byte == b'\n').ok_or("what is sealed has no first line")?;
                 let place = serde_json::from_slice(&opened[..end]).map_err(|error| error.to_string())?;
                 let body = &opened[end + 1..];
-                (place, (Some(body.to_vec()), Sha256::digest(body).into()))
+                (place, Some(body.to_vec()), Sha256::digest(body).into())
             }
             (None, None, Bodies::Digest) => {
                 return Err(format!("{} sealed bytes, and no secret is given", sealed.len()));

@@ -6,7 +6,8 @@
 //! # use axum::{Router, extract::Request, routing::post};
 //! # use oncebox::error::Invalid;
 //! # use oncebox::http::idempotency::{JsonCommand, TypedOperation};
-//! # use oncebox::operation::{Endpoint, Engine, FingerprintWriter, IdempotentCommand, Mode, Outcome, Reply, Route};
+//! # use oncebox::operation::{Endpoint, Engine, FingerprintWriter, IdempotentCommand};
+//! # use oncebox::operation::{Mode, Outcome, Reply, Route};
 //! # use oncebox::store::sqlite::SqliteStore;
 //! # #[derive(serde::Deserialize)]
 //! # #[serde(deny_unknown_fields)]

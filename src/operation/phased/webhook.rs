@@ -6,8 +6,8 @@
 //! * `webhook-id`, `Idempotency-Key` and the bytes of the body are committed before the first send
 //!   and are the same in every send. Timestamp and signature are made for each send.
 //! * A 2xx ends the operation. A 4xx is a refusal if it answers the only send that can have
-//!   arrived. Redirects are failures and are not followed. All other results, redirects among
-//!   them, are tried again while the window is open. After that the webhook is dead, which an
+//!   arrived. Redirects are not followed. All other results, redirects among them, are tried
+//!   again while the window is open. After that the webhook is dead, which an
 //!   operator sees as parked.
 //! * An endpoint that keeps failing gets no requests for a while; no attempt is counted.
 //! * Endpoints at private addresses are refused, unless their host is allowed. If a name resolves

@@ -26,7 +26,7 @@ const SECRET_BYTES_MIN: usize = 32;
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Kid(String);
 
-/// The secrets for reading, and the one for writing. The default has none: plain SHA-256.
+/// The secrets for reading, and the one for writing.
 #[derive(Clone)]
 pub struct Keyring {
     write: Kid,
@@ -175,7 +175,8 @@ mod tests {
         assert_eq!(refused("k1", &[("k1", &secret), ("k1", &secret)]), "the key id `k1` is given twice");
         assert!(refused("sha256", &[("sha256", &secret)]).contains("choose another name"));
         for bad in ["", "a:b", "a b", &"k".repeat(33)] {
-            assert!(bad.parse::<Kid>().is_err(), "{bad}");
+            let why = bad.parse::<Kid>().expect_err(bad).to_string();
+            assert!(why.starts_with(&format!("`{bad}` is no key id: ")), "{why}");
         }
     }
 

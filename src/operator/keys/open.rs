@@ -42,8 +42,9 @@ pub(super) async fn given_up<K: KeyOperator + ?Sized>(
     if record.mode == Mode::Bridged {
         return refused(BRIDGED);
     }
-    if !record.lease_left(look.now).is_zero() {
-        let left = record.lease_left(look.now).as_secs() + 1;
+    let left = record.lease_left(look.now);
+    if !left.is_zero() {
+        let left = left.as_secs() + 1;
         return refused(format!(
             "it is IN_PROGRESS: what it does may happen yet (O11). If its process is gone, its lease is over in {left} s: \
              resolve it then"
