@@ -1,9 +1,9 @@
 //! What a program runs beside its relays or consumers: the gauges of `/metrics`, and the first look
 //! at the broker.
 //!
-//! Promise: an error of any of them ends the program with that error, and so does a panic of the
-//! gauges.
+//! Promise: an error of any of them ends the program with that error, and so does a panic.
 
+use std::future::Future;
 use std::sync::Arc;
 
 use tokio::task::{JoinError, JoinHandle, JoinSet};
@@ -34,9 +34,8 @@ impl Beside {
     ) -> Self {
         let mut gauges = JoinSet::new();
         gauges.spawn(keep_gauges(store));
-        let name = redact(&settings.broker.url.0);
-        let first_look = tokio::spawn(first_look(AnyBroker::clone(broker), name, all.clone()));
-        Self { gauges, first_look, all: all.clone() }
+        let look = first_look(AnyBroker::clone(broker), redact(&settings.broker.url.0), all.clone());
+        Self { gauges, first_look: or_end(all, look), all: all.clone() }
     }
 
     /// Waits until one of the parts, each of which is `what`, or of the work beside has ended;
@@ -53,8 +52,6 @@ impl Beside {
         T: 'static,
         E: Into<AppError> + 'static,
     {
-        let unexpectedly =
-            |what: &str, error: JoinError| AppError::failed(format!("{what} ended unexpectedly: {error}"));
         tokio::select! {
             ended = parts.join_next() => Some(match ended? {
                 Ok(ended) => ended.map(drop).map_err(Into::into),
@@ -70,12 +67,29 @@ impl Beside {
     pub(super) async fn end(mut self) -> Result<(), AppError> {
         self.all.cancel();
         self.gauges.shutdown().await;
-        self.first_look.await.unwrap_or(Ok(()))
+        self.first_look.await.unwrap_or_else(|error| Err(unexpectedly("the first look at the broker", error)))
     }
 }
 
-/// Checks once whether the broker can be trusted, and stops everything if not, because waiting does
-/// not help. Whether the broker is there is found out by the work itself.
+fn unexpectedly(what: &str, error: JoinError) -> AppError {
+    AppError::failed(format!("{what} ended unexpectedly: {error}"))
+}
+
+/// Starts a look that cancels `all` where it ends with an error or a panic.
+fn or_end(
+    all: &CancellationToken,
+    look: impl Future<Output = Result<(), AppError>> + Send + 'static,
+) -> JoinHandle<Result<(), AppError>> {
+    let ends = all.clone().drop_guard();
+    tokio::spawn(async move {
+        look.await?;
+        ends.disarm();
+        Ok(())
+    })
+}
+
+/// Checks once whether the broker can be trusted; if not, waiting does not help. Whether the broker
+/// is there is found out by the work itself.
 async fn first_look(broker: AnyBroker, name: String, all: CancellationToken) -> Result<(), AppError> {
     let settings_use_tls = ["kafkas:", "amqps:"].iter().any(|scheme| name.starts_with(scheme));
     if !settings_use_tls {
@@ -86,7 +100,6 @@ async fn first_look(broker: AnyBroker, name: String, all: CancellationToken) -> 
         looked = broker.check(&[]) => looked,
     };
     let Err(error @ BrokerError::Untrusted(_)) = looked else { return Ok(()) };
-    all.cancel();
     Err(AppError::from(error).on(&name))
 }
 
@@ -110,5 +123,21 @@ mod tests {
             matches!(beside.next_end(&mut parts, "a part").await, Some(Err(error)) if error.message.contains("a part"))
         );
         assert!(beside.next_end(&mut parts, "a part").await.is_none());
+    }
+
+    /// Shown by: taking the end of a look that panicked for one that found nothing.
+    #[tokio::test]
+    async fn a_first_look_that_panics_ends_the_program_and_one_that_finds_nothing_does_not() {
+        let of = |all: &CancellationToken, first_look| Beside { gauges: JoinSet::new(), first_look, all: all.clone() };
+        let all = CancellationToken::new();
+        let looked = of(&all, or_end(&all, async { std::panic::panic_any("a fault") }));
+        tokio::time::timeout(std::time::Duration::from_secs(60), all.cancelled()).await.expect("it ends all");
+        assert!(looked.end().await.is_err_and(|error| error.message.contains("first look")));
+        let all = CancellationToken::new();
+        let looked = or_end(&all, async { Ok(()) });
+        while !looked.is_finished() {
+            tokio::task::yield_now().await;
+        }
+        assert!(!all.is_cancelled() && of(&all, looked).end().await.is_ok());
     }
 }

@@ -235,6 +235,30 @@ async fn s5_least_rights_are_enough_and_a_right_that_is_missing_blocks_only_its_
     publisher.close().await;
 }
 
+/// Shown by: taking an unknown limit for a known one (from 4.0 the queue was refused as limited,
+/// before 4.0 it was called a quorum queue whatever it is).
+#[tokio::test]
+async fn r30_a_user_who_may_not_declare_a_queue_is_told_that_its_arguments_are_not_known() {
+    let Some(private) = Private::of("r30_a_user_who_may_not_declare_a_queue") else { return };
+    let _shared = private.peace.read().await;
+    let owner = corner(&private).await;
+    owner.queue_of(&owner.queue(), &owner.topic, &[]).await;
+    let name = format!("d{}", owner.topic);
+    let reader = as_user(&private, &owner, &name, ["^$", "^$", ".*"]).await;
+    let looked = async || {
+        let findings = reader.broker().check(&[reader.subscription()]).await.unwrap();
+        findings.into_iter().find(|one| one.name.ends_with(&owner.queue())).unwrap()
+    };
+    let found = looked().await;
+    assert!(found.severity == Severity::Warning && found.detail.contains("not known"), "{found:?}");
+    assert!(found.remedy.is_some(), "{found:?}");
+    publish(&owner.broker(), numbered(&owner.topic, 1, 1)).await;
+    assert_eq!(looked().await.severity, Severity::Stuck, "nobody reads it, whatever it is");
+    assert!(private.control(&["set_permissions", &name, ".*", ".*", ".*"]));
+    let found = looked().await;
+    assert!(found.severity == Severity::Refused && found.detail.contains("is there with another"), "{found:?}");
+}
+
 #[tokio::test]
 async fn a_killed_server_ends_both_sides_and_what_was_confirmed_is_there_after_its_restart() {
     let Some(private) = Private::of("a_killed_server_ends_both_sides") else { return };

@@ -6,7 +6,7 @@
 use super::config::Known;
 use super::repartition;
 use super::socket::Link;
-use super::topology::{ENABLE_PLUGIN, QueueState, Topology, hash_exchange, queues};
+use super::topology::{ENABLE_PLUGIN, Limit, QueueState, Topology, hash_exchange, queues};
 use super::version::ServerVersion;
 use crate::broker::{BETWEEN_LOOKS, STANDS_STILL, Subscription};
 use crate::error::BrokerError;
@@ -146,13 +146,13 @@ async fn queue_finding(
     let ready = (seen.consumers > 0 && seen.ready > 0).then_some(seen.ready);
     let counts = format!("{} ready, {} consumers", seen.ready, seen.consumers);
     let finding = match topology.queue(queue, version.limits_deliveries()).await {
-        Ok(found) if found.limit_as_it_stands && version.limits_deliveries() => {
+        Ok(QueueState { limit: Limit::Other(_), .. }) if version.limits_deliveries() => {
             let detail =
                 format!("{counts}; its delivery limit is not -1: a message delivered too often is thrown away");
             Finding::refused(name, detail, unlimited(queue))
         }
         // Older servers have no limit by default, and know no policy that takes one away.
-        Ok(QueueState { limit: Some(limit), .. }) if limit >= 0 => {
+        Ok(QueueState { limit: Limit::Other(Some(limit)), .. }) if limit >= 0 => {
             let detail =
                 format!("{counts}; its delivery limit is {limit}: a message delivered more often is thrown away");
             Finding::refused(name, detail, "delete it when it is empty; its consumer declares it without a limit")
@@ -161,6 +161,14 @@ async fn queue_finding(
             let remedy = format!("start the consumer `{}`", subscription.consumer);
             Finding::stuck(name, format!("{counts}: nobody reads it"), remedy)
         }
+        Ok(QueueState { limit: Limit::Unknown, .. }) => Finding::warning(
+            name,
+            format!(
+                "{counts}; this user may not declare it, so it is not known whether it is a quorum queue with a single \
+                 active consumer and without a delivery limit"
+            ),
+            "run `oncebox doctor` as a user who may configure it, or look at `rabbitmqctl list_queues name arguments`",
+        ),
         compared => difference(name, compared.map(drop), format!("{counts}; quorum, single active consumer"))?,
     };
     Ok((finding, ready))

@@ -33,11 +33,18 @@ pub(super) const ENABLE_PLUGIN: &str = "rabbitmq-plugins enable rabbitmq_consist
 pub(super) struct QueueState {
     pub(super) ready: u32,
     pub(super) consumers: u32,
-    /// True where the delivery limit is not the one that we asked for, or where we have no right to
-    /// declare and so do not know it.
-    pub(super) limit_as_it_stands: bool,
-    /// The delivery limit of the queue's own declaration; `None` where it has none or none is told.
-    pub(super) limit: Option<i32>,
+    pub(super) limit: Limit,
+}
+
+/// What the server tells of a queue's delivery limit.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Limit {
+    /// It is the one that we ask for: none.
+    AsAsked,
+    /// It is another one: that of the queue's own declaration, where this has one that is told.
+    Other(Option<i32>),
+    /// Only a user with the right to declare the queue is told its arguments.
+    Unknown,
 }
 
 /// The names of the queues for [`Subscription::queue`]: one, or `partitions` of them behind the
@@ -217,16 +224,14 @@ impl<'l> Topology<'l> {
             // whether the limit was the only difference.
             let limit = current_limit(&fault.text());
             match self.declare_queue(name, limit).await {
-                Ok(found) => return Ok(QueueState { limit_as_it_stands: true, limit, ..found }),
+                Ok(found) => return Ok(QueueState { limit: Limit::Other(limit), ..found }),
                 Err(other) => fault = other,
             }
         }
-        let code = fault.code();
-        if code == Some(ACCESS_REFUSED) || differs_in_limit(&fault) {
-            if let Some(found) = self.queue_as_it_stands(name).await? {
-                return Ok(QueueState { limit_as_it_stands: true, ..found });
-            }
-            return Err(fault.into());
+        let (code, differs) = (fault.code(), differs_in_limit(&fault));
+        if code == Some(ACCESS_REFUSED) || differs {
+            let found = self.queue_as_it_stands(name).await?.ok_or(fault)?;
+            return Ok(if differs { QueueState { limit: Limit::Other(None), ..found } } else { found });
         }
         if code == Some(PRECONDITION_FAILED) {
             return Err(BrokerError::Refused(format!(
@@ -265,10 +270,11 @@ impl<'l> Topology<'l> {
         arguments: FieldTable,
     ) -> Result<QueueState, Fault> {
         let channel = self.channel().await?;
+        let limit = if options.passive { Limit::Unknown } else { Limit::AsAsked };
         let declared = channel.queue_declare(name.into(), options, arguments);
         let queue = self.link.ask("queue.declare", declared).await?;
         let (ready, consumers) = (queue.message_count(), queue.consumer_count());
-        Ok(QueueState { ready, consumers, limit_as_it_stands: false, limit: None })
+        Ok(QueueState { ready, consumers, limit })
     }
 
     async fn bind_queue(&mut self, queue: &str, exchange: &str, routing_key: &str) -> Result<(), BrokerError> {
