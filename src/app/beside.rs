@@ -55,10 +55,10 @@ impl Beside {
         tokio::select! {
             ended = parts.join_next() => Some(match ended? {
                 Ok(ended) => ended.map(drop).map_err(Into::into),
-                Err(error) => Err(unexpectedly(what, error)),
+                Err(error) => Err(unexpectedly(what, &error)),
             }),
             Some(ended) = self.gauges.join_next() => {
-                Some(ended.map_err(|error| unexpectedly("the gauges of /metrics", error)))
+                Some(ended.map_err(|error| unexpectedly("the gauges of /metrics", &error)))
             }
         }
     }
@@ -67,11 +67,11 @@ impl Beside {
     pub(super) async fn end(mut self) -> Result<(), AppError> {
         self.all.cancel();
         self.gauges.shutdown().await;
-        self.first_look.await.unwrap_or_else(|error| Err(unexpectedly("the first look at the broker", error)))
+        self.first_look.await.unwrap_or_else(|error| Err(unexpectedly("the first look at the broker", &error)))
     }
 }
 
-fn unexpectedly(what: &str, error: JoinError) -> AppError {
+fn unexpectedly(what: &str, error: &JoinError) -> AppError {
     AppError::failed(format!("{what} ended unexpectedly: {error}"))
 }
 

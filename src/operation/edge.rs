@@ -150,9 +150,9 @@ async fn claim_and_drive<S, T, R, W>(
     // A bridged handler holds a connection, as a transactional one does, so it needs a place.
     // Whether another handler holds one is not known.
     let place = match front.endpoint.route().mode {
-        Mode::Bridged => match front.engine.inner.admission.place(front.endpoint.operation()).await {
-            Some(place) => Some(place),
-            None => return drop(tell.send(Step::Answer(EdgeAnswer::Answered(front.no_room())))),
+        Mode::Bridged => match front.place().await {
+            Ok(place) => Some(place),
+            Err(answered) => return drop(tell.send(Step::Answer(EdgeAnswer::Answered(*answered)))),
         },
         _ => None,
     };

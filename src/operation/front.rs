@@ -20,10 +20,12 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
+use futures_util::FutureExt;
 use uuid::Uuid;
 
 pub(crate) use self::begin::Begin;
 use self::begin::Ground;
+use super::admission::Place;
 use super::endpoint::Registered;
 use super::engine::Core;
 use super::reply::Answered;
@@ -231,6 +233,17 @@ impl Front {
             begin.entry.runs();
         }
         runs
+    }
+
+    /// Waits for the place of an operation that holds a connection. The answer says that nothing
+    /// was begun: there is no room, or the store is away.
+    pub(super) async fn place(&self) -> Result<Place, Box<Answered>> {
+        let place = self.engine.inner.admission.place(self.endpoint.operation());
+        Err(Box::new(match self.engine.reach().within(place.map(Ok)).await {
+            Ok(Some(place)) => return Ok(place),
+            Ok(None) => self.no_room(),
+            Err(error) => self.store_failed("admit", &error),
+        }))
     }
 
     /// Notes that the claim was refused: another record exists, or somebody holds the key. The next

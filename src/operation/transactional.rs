@@ -247,9 +247,9 @@ impl Execution {
         loop {
             let held = match place.take() {
                 Some(place) => place,
-                None => match engine.inner.admission.place(self.front.endpoint.operation()).await {
-                    Some(place) => place,
-                    None => return self.front.no_room(),
+                None => match self.front.place().await {
+                    Ok(place) => place,
+                    Err(answered) => return *answered,
                 },
             };
             match self.tries(&begin, claimed.take()).await {

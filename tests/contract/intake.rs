@@ -1,15 +1,17 @@
 //! What is acknowledged, up to where, and in which bounds: the low-water mark of a source as the
 //! consumer keeps it.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use oncebox::store::OperatorAct;
+use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::{ConsumerOptions, HandlerError, RunEnd};
+use oncebox_testkit::memory::MemoryBroker;
 
-use super::kit::{Act, Does, SOON, World, consumer_options, fails, sqlite};
+use super::kit::{Act, Does, SOON, World, consumer_options, fails, on_postgres, sqlite};
 use super::support::eventually;
 
 /// Waits until the health names this setting as a limit that is reached, or does not.
@@ -121,4 +123,51 @@ async fn g11_at_waiting_rows_max_nothing_more_is_taken_visibly_and_what_waits_is
     until_health(&world, "waiting_rows_max", false).await;
     consumer.end().await;
     other.end().await;
+}
+
+/// A second member comes while a handler of the first one runs. Returns how long after that it runs
+/// the first message of the partition that it gets.
+async fn comes_while_one_runs(world: World<PostgresStore>, drain: Duration, then: fn() -> Act) -> Duration {
+    let world = world.with_broker(MemoryBroker::with_partitions(2));
+    world.deliver_all(&["a1", "b1", "c1", "d1", "e1", "f1", "g1", "h1"]);
+    let grace = Duration::from_secs(1);
+    let options = || ConsumerOptions { drain, shutdown_grace: grace, batch_max: 1, ..consumer_options() };
+    let began = Arc::new(OnceLock::new());
+    let runs = Arc::clone(&began);
+    let first = move |_: &str, _: &oncebox::Message| if runs.set(()).is_ok() { then() } else { Act::Done };
+    let first = world.consumer(options(), Does(first));
+    eventually("a handler runs", SOON, || async { began.get().copied() }).await;
+    let (came, ran) = (Instant::now(), Arc::new(OnceLock::new()));
+    let runs = Arc::clone(&ran);
+    let act = move |_: &str, _: &oncebox::Message| {
+        runs.get_or_init(|| came.elapsed());
+        Act::Done
+    };
+    let second = world.consumer(options(), Does(act));
+    let ran = eventually("the second one runs something", SOON, || async { ran.get().copied() }).await;
+    second.end().await;
+    first.end().await;
+    ran
+}
+
+/// Shown to fail: without the runtime's hold on what the broker waits for, it came at once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_partition_that_goes_to_another_member_waits_for_the_handler_that_runs_also_if_it_panics() {
+    on_postgres("a_partition_that_goes_waits_for_the_handler", |world| async {
+        let panics = || Act::Then("select pg_sleep(3)", Box::new(Act::Panic));
+        let ran = comes_while_one_runs(world, SOON, panics).await;
+        // The handler began a little before the second member came.
+        assert!(ran > Duration::from_secs(2) && ran < SOON / 2, "{ran:?}");
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_partition_that_goes_to_another_member_waits_for_its_handler_no_longer_than_it_may_drain() {
+    on_postgres("a_partition_that_goes_waits_no_longer", |world| async {
+        let drain = Duration::from_secs(2);
+        let ran = comes_while_one_runs(world, drain, || Act::Hang).await;
+        assert!(ran >= drain && ran < consumer_options().handler_timeout, "{ran:?}");
+    })
+    .await;
 }

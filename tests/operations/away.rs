@@ -122,9 +122,15 @@ async fn a_service_whose_connection_is_lost_while_it_starts_starts_all_the_same(
 
 // SQLite has one writer at a time, and a bound on the wait for a turn.
 mod crowded {
-    use super::slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon;
+    use super::{
+        slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon,
+        what_waits_for_a_place_when_the_database_goes_away_has_not_begun,
+    };
 
-    crate::kit::on_servers!(slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon);
+    crate::kit::on_servers!(
+        slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon,
+        what_waits_for_a_place_when_the_database_goes_away_has_not_begun,
+    );
 }
 
 // Shown by: no bound on what begins: the fourth waits for a connection as long as the pool lets it,
@@ -178,4 +184,29 @@ async fn slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_so
     }
     // The keys of those that were refused are free.
     is_made(keys[0].clone()).await;
+}
+
+// Shown to fail: with a wait for a place that does not end when the database goes away, because its
+// request then gets 503 `IDEMPOTENCY_COMMIT_UNKNOWN`.
+async fn what_waits_for_a_place_when_the_database_goes_away_has_not_begun<S: Sql>(direct: World<S>) {
+    let (url, proxy) = network(direct.url.clone()).await;
+    let through = World { url: proxy.url.clone(), ..direct }.with_pool_of(4).await;
+    let (endpoint, gate) = (through.protect(same_tx()), Gate::closed());
+    let slow = ["key-slow-00000000001", "key-slow-00000000002", "key-slow-00000000003"];
+    let slow = slow.map(|key| running(&through, &endpoint, key, &gate));
+    for _ in &slow {
+        gate.begun().await;
+    }
+    let sent = proxy.requests();
+    let waiting = [K1, K2, "key-0000000000000003", "key-0000000000000004", "key-0000000000000005"];
+    let waiting = waiting.map(|key| running(&through, &endpoint, key, &gate));
+    until("their keys are looked for", || async { proxy.requests() >= sent + 5 }).await;
+    proxy.fails(Failure::Cut);
+    for asked in waiting {
+        problem(asked.await.unwrap(), Code::StoreUnavailable);
+    }
+    for asked in slow {
+        problem(asked.await.unwrap(), Code::CommitUnknown);
+    }
+    assert_eq!((gate.calls(), count(&url, "select count(*) from effect").await), (3, 0));
 }

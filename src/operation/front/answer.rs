@@ -56,7 +56,7 @@ impl Front {
 
     /// The answer when as many operations run as the store's connections can carry. Nothing was
     /// begun (O29).
-    pub(in crate::operation) fn no_room(&self) -> Answered {
+    pub(super) fn no_room(&self) -> Answered {
         tracing::warn!(operation = %self.endpoint.operation(), key = self.short_key(), "no room: as many operations run as the connections of the database carry");
         self.note(Noted::StoreError("admit"));
         let detail = "as many operations run as the connections of the database carry: nothing was done";

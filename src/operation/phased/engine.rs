@@ -142,8 +142,9 @@ impl PhasedEngine {
                         patience: front.patience(),
                         permit: Arc::clone(&permit),
                     };
-                    let Some(place) = engine.inner.admission.place(endpoint.operation()).await else {
-                        return front.no_room();
+                    let place = match front.place().await {
+                        Ok(place) => place,
+                        Err(answered) => return *answered,
                     };
                     // The task holds the place, because it goes on if this request is dropped.
                     let opening = engine.spawn(async move {
