@@ -36,6 +36,8 @@ pub(crate) use self::file_id::FileId;
 use self::next::{Queue, STEP_ASIDE};
 use self::stamp::Stamp;
 
+use crate::task;
+
 /// How long a busy file rests while the turn is still held.
 const REST: Duration = Duration::from_millis(120);
 
@@ -163,10 +165,10 @@ impl Drop for Held {
         if rest && let Ok(runtime) = tokio::runtime::Handle::try_current() {
             // The caller continues, as its transaction is over; only the turn is kept for the
             // pause.
-            runtime.spawn(async move {
+            runtime.spawn(task::boxed(async move {
                 tokio::time::sleep(REST).await;
                 drop(lock);
-            });
+            }));
         }
     }
 }

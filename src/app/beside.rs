@@ -15,6 +15,7 @@ use super::exit::AppError;
 use super::gauges::keep_gauges;
 use crate::error::{BrokerError, redact};
 use crate::store::Duties;
+use crate::task;
 
 /// The work beside, until [`Beside::end`].
 #[derive(Debug)]
@@ -33,7 +34,7 @@ impl Beside {
         all: &CancellationToken,
     ) -> Self {
         let mut gauges = JoinSet::new();
-        gauges.spawn(keep_gauges(store));
+        gauges.spawn(task::boxed(keep_gauges(store)));
         let look = first_look(AnyBroker::clone(broker), redact(&settings.broker.url.0), all.clone());
         Self { gauges, first_look: or_end(all, look), all: all.clone() }
     }
@@ -81,7 +82,7 @@ fn or_end(
     look: impl Future<Output = Result<(), AppError>> + Send + 'static,
 ) -> JoinHandle<Result<(), AppError>> {
     let ends = all.clone().drop_guard();
-    tokio::spawn(async move {
+    task::spawn(async move {
         look.await?;
         ends.disarm();
         Ok(())

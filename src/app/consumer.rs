@@ -19,6 +19,7 @@ use crate::inbox::sql_handler::{SqlHandler, SqlSpec};
 use crate::observe::Health;
 use crate::store::Store;
 use crate::store::base::StoreOptions;
+use crate::task;
 
 type ByName<S> = BTreeMap<String, Handlers<S>>;
 
@@ -193,7 +194,7 @@ impl Run<'_> {
             let consumer =
                 Consumer::new(store.clone(), AnyBroker::clone(&broker), handlers, options, self.health.clone());
             let stop = all.clone();
-            running.spawn(async move { consumer.run(stop).await });
+            running.spawn(task::boxed(async move { consumer.run(stop).await }));
         }
         let mut beside = Beside::start(Arc::clone(&duties), &broker, self.settings, &all);
         let mut outcome = Ok(());

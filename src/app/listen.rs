@@ -7,6 +7,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::exit::AppError;
 use crate::observe::{self, Health};
+use crate::task;
 
 /// Binds the address and serves `/livez`, `/readyz` and `/metrics` in the background, until the
 /// stop.
@@ -25,7 +26,7 @@ pub(super) async fn listen(
     let address = listener.local_addr().map_err(|error| AppError::failed(error.to_string()))?;
     tracing::info!(%address, "listening: /livez /readyz /metrics");
     let routes = crate::http::health_routes(health, metrics);
-    tokio::spawn(async move {
+    task::spawn(async move {
         let served = axum::serve(listener, routes).with_graceful_shutdown(stop.cancelled_owned()).await;
         if let Err(error) = served {
             tracing::error!(%error, "the listener ended");
@@ -42,7 +43,7 @@ fn recorder(program: &'static str) -> Result<PrometheusHandle, AppError> {
         .map_err(|error| AppError::failed(format!("metrics cannot be recorded: {error}")))?;
     observe::describe(program);
     let upkeep = handle.clone();
-    tokio::spawn(async move {
+    task::spawn(async move {
         let mut tick = tokio::time::interval(std::time::Duration::from_secs(5));
         loop {
             tick.tick().await;

@@ -20,6 +20,7 @@ use crate::operation::phased::{PhasedEngine, Recovery, RecoveryOptions};
 use crate::operator::Status;
 use crate::outbox::relay::{Relay, RelayOptions};
 use crate::store::{Duties, Store};
+use crate::task;
 
 /// The pause between two searches for new shards.
 const SHARDS_LOOKED_FOR: Duration = Duration::from_secs(10);
@@ -72,7 +73,7 @@ where
     // The end of one of the two, even by a panic, ends the other.
     let both = stop.child_token();
     let (told, ending) = (both.clone(), both.clone().drop_guard());
-    let recovering = tokio::spawn(async move {
+    let recovering = task::spawn(async move {
         let _ending = ending;
         recovery.run(told).await
     });
@@ -119,7 +120,7 @@ fn relay_all(
                 let options = RelayOptions { shard, until_empty, declare_topics, ..options };
                 let relay = Relay::of(Arc::clone(&store) as _, Arc::clone(&broker), options, health.clone());
                 let stop = all.clone();
-                relays.spawn(async move { relay.run(stop).await });
+                relays.spawn(task::boxed(async move { relay.run(stop).await }));
             }
             Ok(())
         };

@@ -10,6 +10,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::exit::AppError;
 
+use crate::task;
+
 /// No person sends a second signal so soon after the first.
 const SAME_SIGNAL: Duration = Duration::from_millis(100);
 
@@ -20,7 +22,7 @@ pub fn stop_on_signals() -> Result<CancellationToken, AppError> {
         |kind| signal(kind).map_err(|error| AppError::failed(format!("signals cannot be listened for: {error}")));
     let (mut terminate, mut interrupt) = (listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?);
     let stop = token.clone();
-    tokio::spawn(async move {
+    task::spawn(async move {
         let mut first: Option<Instant> = None;
         loop {
             tokio::select! {

@@ -20,6 +20,7 @@ use lettre::transport::smtp::{Error, SMTP_PORT, SUBMISSION_PORT, SUBMISSIONS_POR
 use tokio::time::timeout;
 
 use crate::error::redact;
+use crate::task;
 use crate::text::percent::percent_decode;
 
 /// How long a connect to one address may take. It leaves time to try the next address.
@@ -160,7 +161,7 @@ impl SmtpServer {
         let mut connection = self.connect().await.map_err(|error| Step::Connect.failed(&error))?;
         let said = hand_over(&mut connection, envelope, bytes, step).await;
         // A server that accepts an e-mail and then hangs has accepted it.
-        drop(tokio::spawn(timeout(GOODBYE, async move { connection.quit().await })));
+        drop(task::spawn(timeout(GOODBYE, async move { connection.quit().await })));
         said
     }
 

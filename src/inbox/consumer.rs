@@ -60,6 +60,7 @@ pub use self::{
 };
 use handlers::ByKind;
 
+use crate::task;
 use crate::time::pace::{Pace, sleep_unless};
 use solo::Solo;
 
@@ -213,13 +214,13 @@ impl Shared {
         self: &Arc<Self>,
         what: &str,
         stop: &CancellationToken,
-        task: impl Fn(Arc<Self>, CancellationToken) -> T,
+        work: impl Fn(Arc<Self>, CancellationToken) -> T,
     ) {
         let part = format!("{} {what}", self.part);
         // Dropping this future drops the set, which aborts the task.
         let mut tasks = JoinSet::new();
         loop {
-            tasks.spawn(task(Arc::clone(self), stop.clone()));
+            tasks.spawn(task::boxed(work(Arc::clone(self), stop.clone())));
             let Some(Err(error)) = tasks.join_next().await else { break };
             tracing::error!(consumer = %self.options.name, %error, "the {what} panicked; restarting");
             self.health.set(&part, PartState::Waiting(format!("it panicked: {error}")));

@@ -30,6 +30,7 @@ use crate::operation::port::{Answer, KeptBody, Keys};
 use crate::operation::rules::pace;
 use crate::operation::rules::route::Durability;
 use crate::operation::rules::{Fingerprint, Identity, Keyring, Mode, OperationName, Record, Scope};
+use crate::task;
 
 /// Returns the region that keeps the keys of a scope (M106).
 type Home = Arc<dyn Fn(&Scope) -> Option<String> + Send + Sync>;
@@ -260,7 +261,7 @@ impl Core {
     /// disconnects, the future of its request is dropped; this task is not (pitfall 2).
     /// [`Self::drain`] waits for the task.
     pub(crate) fn spawn<T: Send + 'static>(&self, work: impl Future<Output = T> + Send + 'static) -> JoinHandle<T> {
-        self.inner.tasks.spawn(work)
+        self.inner.tasks.spawn(task::boxed(work))
     }
 
     /// Runs a database call of the application as long as the store answers. When the database is

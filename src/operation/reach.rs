@@ -17,6 +17,7 @@ use tokio::task::JoinHandle;
 use crate::error::StoreError;
 use crate::observe::{Health, PartState};
 use crate::operation::port::Keys;
+use crate::task;
 
 const EVERY: Duration = Duration::from_millis(250);
 /// How long a sign of life may take, counted in turns of this process, so that a pause of the whole
@@ -51,7 +52,11 @@ impl Reach {
         {
             // The store was connected to a moment ago.
             self.health.set(PART, PartState::Ready);
-            *asking = Some(runtime.spawn(ask(Arc::clone(store), Arc::downgrade(&self.away), self.health.clone())));
+            *asking = Some(runtime.spawn(task::boxed(ask(
+                Arc::clone(store),
+                Arc::downgrade(&self.away),
+                self.health.clone(),
+            ))));
         }
     }
 

@@ -168,7 +168,7 @@ impl<S: Operations + Base> Engine<S> {
         let execution = Execution { store: Arc::clone(self.store()) as Arc<dyn Operations>, front, handler };
         // Made before the future is boxed: a large future would be moved at each step of its start.
         let under_way = execution.front.under_way();
-        match self.attended(self.spawn(Box::pin(execution.run(begin, unseen)))).await {
+        match self.attended(self.spawn(execution.run(begin, unseen))).await {
             Some(Ok(answered)) => answered,
             // The operation continues; the next request with this key finds its outcome.
             None => {

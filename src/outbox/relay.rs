@@ -34,6 +34,7 @@ use crate::observe::{self, Health, PartState};
 use crate::outbox::hint;
 use crate::outbox::port::{Diversion, LeaseAnswer, LeaseRequest, Outbox, RelaySession};
 use crate::outbox::rules::isolate::Isolation;
+use crate::task;
 use crate::time::pace::{Pace, sleep_unless};
 
 use ending::{Doubt, End};
@@ -126,7 +127,7 @@ impl Relay {
         // Dropping the set ends it.
         let mut beside = JoinSet::new();
         let store = Arc::clone(&self.store);
-        beside.spawn(async move { hint::listen(&*store).await });
+        beside.spawn(task::boxed(async move { hint::listen(&*store).await }));
         tokio::select! {
             ended = self.sessions(&stop) => ended,
             // A database or broker that does not answer, or a client that does not end, cannot

@@ -51,6 +51,7 @@ use tokio::time::timeout;
 use self::hosts::{Hosts, Moved, Watch};
 use crate::error::{StoreError, classify};
 use crate::outbox::enqueue::commit_error;
+use crate::task;
 
 /// A pooled connection that was idle for longer is pinged before it is used.
 const RESTED: Duration = Duration::from_secs(1);
@@ -441,10 +442,10 @@ impl<Db: Remote> Drop for Bounded<Db> {
             // What sqlx does at a drop, but with a timeout: a connection that cannot be returned in
             // time is closed, and its place in the pool is free.
             (Ok(runtime), None) if fit => {
-                drop(runtime.spawn(timeout(self.answer_timeout, connection.return_to_pool())));
+                drop(runtime.spawn(task::boxed(timeout(self.answer_timeout, connection.return_to_pool()))));
             }
             (Ok(runtime), Some(reset)) if fit => {
-                drop(runtime.spawn(give_back(connection, reset, self.answer_timeout)));
+                drop(runtime.spawn(task::boxed(give_back(connection, reset, self.answer_timeout))));
             }
             _ => drop(connection.detach()),
         }

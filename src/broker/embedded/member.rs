@@ -26,6 +26,7 @@ use super::topology::{self, Topic};
 use crate::broker::{Delivery, Event, PartitionId, Subscription};
 use crate::error::BrokerError;
 use crate::inbox::rules::position::BrokerOffsets;
+use crate::task;
 
 /// Most rows of one batch, and below, most bytes.
 const BATCH_ROWS: usize = 500;
@@ -331,7 +332,7 @@ impl Member {
         let (log, me) = (Arc::clone(&self.log), self.me.clone());
         let (group, topics) = (self.group.clone(), self.topics.clone());
         // In a task of its own, so that it is not cancelled, and reading goes on meanwhile.
-        self.writing = Some(tokio::spawn(async move {
+        self.writing = Some(task::spawn(async move {
             let written = write(&log, &mut connection, &me, order, &group, &topics).await;
             (connection, written)
         }));

@@ -24,6 +24,7 @@ use super::topology::{self, Topic};
 use crate::broker::{Publisher, Receipt, Refusal, Settled, TopicState};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
+use crate::task;
 
 /// Most rows of one transaction, and below, most bytes: the write lock is held for some 20 ms.
 const ROWS_PER_COMMIT: usize = 5_000;
@@ -85,7 +86,7 @@ impl EmbeddedPublisher {
             broken_keys: HashSet::new(),
             log,
             blocked,
-            writer: tokio::spawn(writer.run(waiting)),
+            writer: task::spawn(writer.run(waiting)),
         })
     }
 

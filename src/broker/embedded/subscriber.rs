@@ -20,6 +20,7 @@ use super::talk::{MemberState, Told};
 use crate::broker::{Begun, Event, PartitionId, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::inbox::rules::position::{BrokerOffsets, Position, start};
+use crate::task;
 
 #[derive(Debug)]
 pub(super) struct EmbeddedSubscriber {
@@ -46,7 +47,7 @@ impl EmbeddedSubscriber {
             shared,
             delivered: HashMap::new(),
             unbegun: HashMap::new(),
-            member: tokio::spawn(member.run()),
+            member: task::spawn(member.run()),
             log,
         })
     }

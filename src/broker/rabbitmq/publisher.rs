@@ -19,6 +19,7 @@ use super::unsettled::Unsettled;
 use crate::broker::{Publisher, Settled, TopicState};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
+use crate::task;
 
 pub(super) struct RabbitPublisher {
     link: Arc<Link>,
@@ -40,7 +41,7 @@ impl RabbitPublisher {
             link,
             shared,
             rows: Some(rows),
-            task: tokio::spawn(confirms.run(receiver)),
+            task: task::spawn(confirms.run(receiver)),
             config: Arc::clone(config),
             exchange_seen: false,
         })

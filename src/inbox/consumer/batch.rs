@@ -19,6 +19,7 @@ use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, InboxTx, ParkAs, Parked};
 use crate::message::{Message, MessageId};
 use crate::observe::DeliveryOutcome;
+use crate::task;
 
 /// How a batch ended. Except for `Done`, nothing of it was committed by the consumer.
 #[derive(Debug)]
@@ -75,7 +76,7 @@ pub(super) async fn run(
         }
         // Nobody waits for the end of a transaction that wrote nothing.
         Some(Ok(Body::Known(outcomes))) => {
-            drop(tokio::spawn(roll_back(tx)));
+            drop(task::spawn(roll_back(tx)));
             return Ok(Some(BatchEnd::Done(outcomes)));
         }
         Some(Ok(Body::Failed(failure))) => Ok(Some(failure)),

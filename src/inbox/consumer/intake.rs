@@ -26,6 +26,7 @@ use crate::inbox::rules::position::Position;
 use crate::inbox::rules::suspicion::Suspicion;
 use crate::inbox::rules::watermark::Watermark;
 use crate::observe::{self, PartState, Trouble};
+use crate::task;
 
 /// The last part of the grace, at most half of it: what still runs is dropped, and its tries are
 /// taken back. A busy disk may need a second or two for that.
@@ -123,7 +124,7 @@ pub(super) async fn run(
             // `aside_max` items.
             let (sender, receiver) = mpsc::unbounded_channel();
             let (done, stop, abandon) = (done_sender.clone(), lanes_stop.clone(), abandon.clone());
-            tasks.spawn(lane::run(Arc::clone(shared), consumer, number, receiver, done, stop, abandon));
+            tasks.spawn(task::boxed(lane::run(Arc::clone(shared), consumer, number, receiver, done, stop, abandon)));
             sender
         })
         .collect();
@@ -132,7 +133,7 @@ pub(super) async fn run(
     // Ends with this function. Positions that it has not written are written when a partition is
     // given up, or their messages come again.
     let mut keeper = JoinSet::new();
-    keeper.spawn(positions::keep(Arc::clone(shared), consumer, told));
+    keeper.spawn(task::boxed(positions::keep(Arc::clone(shared), consumer, told)));
     let mut intake = Intake {
         shared,
         consumer,
@@ -526,7 +527,7 @@ impl Intake<'_> {
             return;
         };
         let (shared, consumer) = (Arc::clone(self.shared), self.consumer);
-        self.closing.spawn(async move {
+        self.closing.spawn(task::boxed(async move {
             let closed = shared.store.close_assignment(consumer, &holding, position.as_ref());
             let why = match tokio::time::timeout(CLOSE_MAX, closed).await {
                 Ok(Ok(())) => None,
@@ -537,7 +538,7 @@ impl Intake<'_> {
                 tracing::warn!(consumer = %shared.options.name, %why, "clean stop not stored; the next start treats its messages as suspect");
             }
             drop(guard);
-        });
+        }));
     }
 
     async fn is_idle(&mut self) -> Result<bool, BrokerError> {

@@ -14,6 +14,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::operation::port::Fenced;
 use crate::operation::port::phases::{Driven, Phases};
+use crate::task;
 use crate::time::lease::Lease;
 use crate::time::pace::sleep_unless;
 use crate::time::since::Since;
@@ -41,7 +42,7 @@ impl Hold {
         let (lost, done) = (CancellationToken::new(), CancellationToken::new());
         let guard = done.clone().drop_guard();
         let shared = Arc::new(HeldLease { store, driven, lease, granted: Mutex::new(asked), lost, done });
-        tokio::spawn(Arc::clone(&shared).renew_until_done());
+        task::spawn(Arc::clone(&shared).renew_until_done());
         Self { shared, _done: guard }
     }
 

@@ -23,6 +23,7 @@ use super::registry::Phased;
 use super::taken::taken;
 use crate::error::StoreError;
 use crate::observe::{Health, PartState};
+use crate::task;
 use crate::time::pace::{Pace, rest_after, sleep_unless};
 use crate::time::since::Since;
 
@@ -209,10 +210,10 @@ impl Recovery {
                 let one = self.driven_of.one(tenant.unwrap_or_default());
                 tracing::info!(operation = %stored.operation_id, flow, stage = stored.stage.as_str(), "an operation is recovered");
                 let (phased, stop) = (Arc::clone(&self.phased), stop.clone());
-                driven.spawn(async move {
+                driven.spawn(task::boxed(async move {
                     let _one = one;
                     taken(phased, held, stored, (asked, lease), Came::Due, stop).await
-                });
+                }));
             }
         }
         Ok(Some(worked))

@@ -21,6 +21,7 @@ use crate::broker::{Broker, Publisher, Refusal, Settled, TopicState};
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 use crate::outbox::rules::isolate::ENDS_ALONE_BEFORE_DEAD;
+use crate::task;
 use crate::time::retry::pause;
 
 /// The longest pause between two trials of a topic that was silent.
@@ -150,7 +151,7 @@ impl Lane {
         let (orders, received) = mpsc::unbounded_channel();
         let (broker, answers) = (Arc::clone(broker), answers.clone());
         let trier = Trier { broker, declare, publisher: None, next_tag: 0, lane, answers };
-        let task = tokio::spawn(trier.run(received));
+        let task = task::spawn(trier.run(received));
         Self { orders, under_way: HashSet::new(), width: usize::MAX, was_lost: false, task }
     }
 }

@@ -22,6 +22,7 @@ use tokio::time::timeout;
 
 use super::{Bounded, Remote, silent};
 use crate::error::{StoreError, classify, words};
+use crate::task;
 
 /// How long the first connection may take if there is only one host. Then an error is returned.
 const ONE_MAX: Duration = Duration::from_secs(10);
@@ -178,7 +179,7 @@ impl Watch {
         pool: Pool<Db>,
         pulse: Arc<tokio::sync::Mutex<Option<Bounded<Db>>>>,
     ) -> Option<Self> {
-        hosts.are_several().then(|| Self(tokio::spawn(watch(hosts, pool, pulse)).abort_handle()))
+        hosts.are_several().then(|| Self(task::spawn(watch(hosts, pool, pulse)).abort_handle()))
     }
 }
 
@@ -213,7 +214,7 @@ async fn watch<Db: Remote>(mut hosts: Hosts<Db>, pool: Pool<Db>, pulse: Arc<toki
                 // The kept connection of the pings leads to the former host. A ping holds this lock
                 // while it waits for that host, and the checks go on meanwhile.
                 let pulse = Arc::clone(&pulse);
-                tokio::spawn(async move { drop(pulse.lock().await.take()) });
+                task::spawn(async move { drop(pulse.lock().await.take()) });
             }
             break;
         }

@@ -21,6 +21,7 @@ use super::connect::BEGIN;
 use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::store::bounded::{Ask, Bounded};
+use crate::task;
 
 /// The longest wait for a lock that blocks others, and so their longest wait behind it.
 const LOCK_WAIT: &str = "set local lock_timeout = '150ms'; set local statement_timeout = '5s'";
@@ -514,7 +515,7 @@ impl PostgresStore {
         }
         let store = self.clone();
         let attaches = Attaches(Arc::clone(&self.attaches));
-        tokio::spawn(async move {
+        task::spawn(async move {
             let _attaches = attaches;
             if let Err(error) = store.beside(default, &outside, &attach).await {
                 tracing::warn!(default, %error, "ranges beside a large DEFAULT partition were not made; they are tried again");

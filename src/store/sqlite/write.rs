@@ -17,6 +17,7 @@ use super::connect::BUSY_TIMEOUT;
 use crate::error::StoreError;
 use crate::flock;
 use crate::store::base::Base;
+use crate::task;
 
 /// SQLite asks after so many steps of its virtual machine, about ten microseconds, whether the
 /// statement may go on.
@@ -143,7 +144,7 @@ impl Write {
 async fn to_its_end<T: Send + 'static>(
     work: impl Future<Output = Result<T, StoreError>> + Send + 'static,
 ) -> Result<T, StoreError> {
-    tokio::spawn(work).await.map_err(|error| sqlx::Error::Io(std::io::Error::other(error)))?
+    task::spawn(work).await.map_err(|error| sqlx::Error::Io(std::io::Error::other(error)))?
 }
 
 impl Open {
@@ -180,11 +181,11 @@ impl Drop for Write {
         let Some(open) = self.open.take() else { return };
         match tokio::runtime::Handle::try_current() {
             Ok(runtime) => {
-                runtime.spawn(async move {
+                runtime.spawn(task::boxed(async move {
                     if let Err(error) = open.rollback().await {
                         tracing::debug!(%error, "the rollback of a dropped transaction failed, its connection is closed");
                     }
-                });
+                }));
             }
             // Without a runtime nobody uses the pool again; the connection's thread rolls back, and
             // another process waits for SQLite's own lock until then.
