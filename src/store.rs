@@ -102,7 +102,7 @@ impl<S: Outbox + Inbox + Waiting + Operator + Mailbox> Duties for S {}
 /// A database adapter that serves operations too. It is a trait of its own, so that `Store` asks
 /// the same of an adapter whichever features are on.
 #[cfg(feature = "operations")]
-pub trait OperationStore: Store + Base<Db: Database<Connection: Bridged>> + Operations + KeyOperator {}
-
-#[cfg(feature = "operations")]
-impl<S: Store + Base<Db: Database<Connection: Bridged>> + Operations + KeyOperator> OperationStore for S {}
+pub trait OperationStore: Store + Base<Db: Database<Connection: Bridged>> + Operations + KeyOperator {
+    /// This store as an object for those who operate it, as [`Store::into_duties`].
+    fn into_operator(self) -> Arc<dyn KeyOperator>;
+}

@@ -20,6 +20,7 @@ mod words;
 
 use std::time::Duration;
 
+use async_trait::async_trait;
 use uuid::Uuid;
 
 use self::open::{BRIDGED, given_up, refuse_opposite};
@@ -314,18 +315,19 @@ fn changed(fenced: Fenced) -> Result<(), StoreError> {
 }
 
 /// Duty: operating keys and operations.
+#[async_trait]
 pub trait KeyOperator: Phases {
     /// The records that match. It is quick with a digest, a state without an outcome, or pages;
     /// with any other filter it reads the whole.
-    fn keys(&self, filter: &KeyFilter) -> impl Future<Output = Result<FoundKeys, StoreError>> + Send;
+    async fn keys(&self, filter: &KeyFilter) -> Result<FoundKeys, StoreError>;
 
     /// The operations that match, with intents and evidence: first those that wait for an operator,
     /// then others without an outcome, then the rest, each oldest first.
-    fn operations(&self, filter: &OperationFilter) -> impl Future<Output = Result<FoundOperations, StoreError>> + Send;
+    async fn operations(&self, filter: &OperationFilter) -> Result<FoundOperations, StoreError>;
 
     /// Which fingerprints live processes read and write, by operation and process (O21). A process
     /// is live if it announced them within the last two minutes of database time (`LIVE_FOR`).
-    fn live_versions(&self) -> impl Future<Output = Result<Vec<Announced>, StoreError>> + Send;
+    async fn live_versions(&self) -> Result<Vec<Announced>, StoreError>;
 
     /// Records that a person has judged a conflict, with an audit row. The operation is listed no
     /// more, and is deleted with its record; if the record is gone, the operation is deleted at
@@ -333,27 +335,22 @@ pub trait KeyOperator: Phases {
     ///
     /// # Errors
     /// [`StoreError::Refused`]: the operation has no outcome yet, or nothing is known of this id.
-    fn judge(&self, operation_id: Uuid, context: &ActContext) -> impl Future<Output = Result<(), StoreError>> + Send;
+    async fn judge(&self, operation_id: Uuid, context: &ActContext) -> Result<(), StoreError>;
 
     /// Changes a record and writes the audit row, fenced by the epoch that was read.
     /// [`Self::act_on_key`] refuses changes that are not allowed; this method only runs the
     /// statement and returns whether the fence held.
-    fn change_key(
-        &self,
-        seen: &Record,
-        change: &KeyChange,
-        context: &ActContext,
-    ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError>;
 
     /// Changes an operation and writes the audit row. It is fenced by the epoch, by the lease
     /// unless that is taken over, and by the number of evidence rows, because the operator has not
     /// judged newer evidence (O8).
-    fn change_operation(
+    async fn change_operation(
         &self,
         seen: &StoredOperation,
         change: &OperationChange,
         context: &ActContext,
-    ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
+    ) -> Result<Fenced, StoreError>;
 
     /// Releases, purges or resolves a key. Before `resolve`, an abandoned claim in progress is
     /// made UNKNOWN, in a transaction of its own; a dry run leaves it as it is.
@@ -364,72 +361,63 @@ pub trait KeyOperator: Phases {
     /// has an intent; `resolve` on a record that has its outcome, or on an operation in phases; a
     /// run that lost its lease ended with the opposite, and `against_evidence` is not
     /// given; the record has changed since it was read.
-    fn act_on_key(
-        &self,
-        seen: &Record,
-        change: &KeyChange,
-        context: &ActContext,
-    ) -> impl Future<Output = Result<(), StoreError>> + Send {
-        async move {
-            let is_open = seen.state == State::InProgress;
-            let unknown;
-            let seen = match change {
-                KeyChange::Resolve { outcome, against_evidence, .. }
-                    if is_open && seen.mode != Mode::Phased && **outcome != RunOutcome::Unknown =>
-                {
-                    // What would be refused below must be refused before the claim is changed.
-                    refuse_opposite(self, seen, outcome, *against_evidence).await?;
-                    unknown = given_up(self, seen, context.dry_run).await?;
-                    &unknown
-                }
-                _ => seen,
-            };
-            match (change, seen.state) {
-                (KeyChange::Resolve { .. }, _) if seen.mode == Mode::Phased => {
-                    return refused(format!(
-                        "it is an operation in phases: `oncebox operations resolve {}`",
-                        seen.operation_id
-                    ));
-                }
-                (KeyChange::Resolve { outcome, .. }, _) if **outcome == RunOutcome::Unknown => {
-                    return refused("an unknown outcome resolves nothing");
-                }
-                (KeyChange::Resolve { outcome, against_evidence, .. }, State::UnknownRequiresRecovery) => {
-                    refuse_opposite(self, seen, outcome, *against_evidence).await?;
-                }
-                (KeyChange::Resolve { .. }, state) => {
-                    return refused(format!("it is {state}: only an unknown outcome is resolved"));
-                }
-                (_, State::InProgress) if seen.mode == Mode::Bridged => return refused(BRIDGED),
-                (_, State::InProgress) => {
-                    return refused(
-                        "it is IN_PROGRESS: what it does may happen yet (O11). If its process is gone, it is resolved \
+    async fn act_on_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<(), StoreError> {
+        let is_open = seen.state == State::InProgress;
+        let unknown;
+        let seen = match change {
+            KeyChange::Resolve { outcome, against_evidence, .. }
+                if is_open && seen.mode != Mode::Phased && **outcome != RunOutcome::Unknown =>
+            {
+                // What would be refused below must be refused before the claim is changed.
+                refuse_opposite(self, seen, outcome, *against_evidence).await?;
+                unknown = given_up(self, seen, context.dry_run).await?;
+                &unknown
+            }
+            _ => seen,
+        };
+        match (change, seen.state) {
+            (KeyChange::Resolve { .. }, _) if seen.mode == Mode::Phased => {
+                return refused(format!(
+                    "it is an operation in phases: `oncebox operations resolve {}`",
+                    seen.operation_id
+                ));
+            }
+            (KeyChange::Resolve { outcome, .. }, _) if **outcome == RunOutcome::Unknown => {
+                return refused("an unknown outcome resolves nothing");
+            }
+            (KeyChange::Resolve { outcome, against_evidence, .. }, State::UnknownRequiresRecovery) => {
+                refuse_opposite(self, seen, outcome, *against_evidence).await?;
+            }
+            (KeyChange::Resolve { .. }, state) => {
+                return refused(format!("it is {state}: only an unknown outcome is resolved"));
+            }
+            (_, State::InProgress) if seen.mode == Mode::Bridged => return refused(BRIDGED),
+            (_, State::InProgress) => {
+                return refused(
+                    "it is IN_PROGRESS: what it does may happen yet (O11). If its process is gone, it is resolved \
                          after the end of its lease, not forgotten",
-                    );
+                );
+            }
+            (_, State::UnknownRequiresRecovery) => {
+                return refused("its outcome is unknown: it may have happened, so it is resolved, not forgotten (O11)");
+            }
+            (KeyChange::Release { against_evidence } | KeyChange::Purge { against_evidence }, state) => {
+                let operation = self.operation(seen.operation_id).await?;
+                if operation.is_some_and(|operation| !operation.intents.is_empty()) {
+                    return refused("a provider was asked for it: it stays until its time is over (O11)");
                 }
-                (_, State::UnknownRequiresRecovery) => {
-                    return refused(
-                        "its outcome is unknown: it may have happened, so it is resolved, not forgotten (O11)",
-                    );
-                }
-                (KeyChange::Release { against_evidence } | KeyChange::Purge { against_evidence }, state) => {
-                    let operation = self.operation(seen.operation_id).await?;
-                    if operation.is_some_and(|operation| !operation.intents.is_empty()) {
-                        return refused("a provider was asked for it: it stays until its time is over (O11)");
-                    }
-                    let said = self.runs_of(seen.operation_id).await?;
-                    let succeeded = state != State::Completed && late_runs(&said).any(|run| run.verdict == "success");
-                    if succeeded && !against_evidence {
-                        return refused(ended_late("success"));
-                    }
+                let said = self.runs_of(seen.operation_id).await?;
+                let succeeded = state != State::Completed && late_runs(&said).any(|run| run.verdict == "success");
+                if succeeded && !against_evidence {
+                    return refused(ended_late("success"));
                 }
             }
-            // There is nothing to try: the claim was not made unknown.
-            if is_open && context.dry_run {
-                return Ok(());
-            }
-            changed(self.change_key(seen, change, context).await?)
         }
+        // There is nothing to try: the claim was not made unknown.
+        if is_open && context.dry_run {
+            return Ok(());
+        }
+        changed(self.change_key(seen, change, context).await?)
     }
 
     /// Makes an operation due for its worker at once, with no attempts counted. The worker decides
@@ -443,48 +431,44 @@ pub trait KeyOperator: Phases {
     /// phase, and no duplicate is accepted; an open effect has the strategy `none`, and no
     /// duplicate is accepted; a duplicate is accepted and no effect is open; it has changed since
     /// it was read.
-    fn retry(
+    async fn retry(
         &self,
         seen: &StoredOperation,
         accept_duplicate: bool,
         take_over: bool,
         context: &ActContext,
-    ) -> impl Future<Output = Result<(), StoreError>> + Send {
-        async move {
-            may_change(seen, take_over)?;
-            if seen.point == FIRST_POINT {
-                return refused(
-                    "its first phase was never committed as a whole: what it did may be done, so resolve it",
-                );
-            }
-            // The handler committed its writes by itself, but the point was not moved (O1).
-            let ended = seen.parked.as_deref().is_some_and(|reason| reason.ends_with(ENDED));
-            if ended && !accept_duplicate {
-                return refused(
-                    "a phase ended its transaction by itself: what it did may be done twice. Resolve it, or accept a duplicate",
-                );
-            }
-            let open = || seen.intents.iter().filter(|intent| intent.outcome.is_none());
-            let mut evidence = Vec::new();
-            if accept_duplicate {
-                for intent in open() {
-                    let waived = |send| says(seen, &intent.intent.effect, send, WAIVED, context);
-                    evidence.extend((1..=intent.sends).map(waived));
-                }
-                if evidence.is_empty() && !ended {
-                    return refused("nothing of it is open: there is no duplicate to accept");
-                }
-            } else if let Some(intent) = open().find(|intent| intent.intent.strategy == "none") {
-                return refused(format!(
-                    "`{}` has no means to find out whether it happened (strategy `none`): resolve it, or accept a duplicate",
-                    intent.intent.effect
-                ));
-            }
-            // UNKNOWN without an intent: a phase before any call of a provider was given up.
-            let stage = (seen.intents.is_empty() && seen.stage == Stage::Unknown).then_some(Stage::Local);
-            let change = OperationChange::GoOn { evidence, stage, take_over };
-            changed(self.change_operation(seen, &change, context).await?)
+    ) -> Result<(), StoreError> {
+        may_change(seen, take_over)?;
+        if seen.point == FIRST_POINT {
+            return refused("its first phase was never committed as a whole: what it did may be done, so resolve it");
         }
+        // The handler committed its writes by itself, but the point was not moved (O1).
+        let ended = seen.parked.as_deref().is_some_and(|reason| reason.ends_with(ENDED));
+        if ended && !accept_duplicate {
+            return refused(
+                "a phase ended its transaction by itself: what it did may be done twice. Resolve it, or accept a duplicate",
+            );
+        }
+        let open = || seen.intents.iter().filter(|intent| intent.outcome.is_none());
+        let mut evidence = Vec::new();
+        if accept_duplicate {
+            for intent in open() {
+                let waived = |send| says(seen, &intent.intent.effect, send, WAIVED, context);
+                evidence.extend((1..=intent.sends).map(waived));
+            }
+            if evidence.is_empty() && !ended {
+                return refused("nothing of it is open: there is no duplicate to accept");
+            }
+        } else if let Some(intent) = open().find(|intent| intent.intent.strategy == "none") {
+            return refused(format!(
+                "`{}` has no means to find out whether it happened (strategy `none`): resolve it, or accept a duplicate",
+                intent.intent.effect
+            ));
+        }
+        // UNKNOWN without an intent: a phase before any call of a provider was given up.
+        let stage = (seen.intents.is_empty() && seen.stage == Stage::Unknown).then_some(Stage::Local);
+        let change = OperationChange::GoOn { evidence, stage, take_over };
+        changed(self.change_operation(seen, &change, context).await?)
     }
 
     /// Records how an operation ended, or whether one of its effects happened.
@@ -494,48 +478,46 @@ pub trait KeyOperator: Phases {
     /// given; there is no such effect, or it is settled; the evidence says the opposite, or a
     /// failure is recorded while an effect was not undone, and `against_evidence` is not given; it
     /// has changed since it was read.
-    fn resolve(
+    async fn resolve(
         &self,
         seen: &StoredOperation,
         resolution: &Resolution,
         take_over: bool,
         against_evidence: bool,
         context: &ActContext,
-    ) -> impl Future<Output = Result<(), StoreError>> + Send {
-        async move {
-            may_change(seen, take_over)?;
-            let change = match resolution {
-                Resolution::Ended(outcome, retention) => {
-                    let verdict = match &**outcome {
-                        RunOutcome::Completed(_) => "success",
-                        RunOutcome::FailedReplayable { .. } => "failure",
-                        _ => return refused("an operation in phases ends with what it did, or with a failure"),
-                    };
-                    not_against(seen, None, verdict, against_evidence)?;
-                    if verdict == "failure" && !against_evidence {
-                        nothing_stands(seen)?;
-                    }
-                    let evidence = Box::new(says(seen, "", 0, verdict, context));
-                    let (outcome, retention) = (outcome.clone(), *retention);
-                    OperationChange::End { outcome, retention, evidence, take_over }
+    ) -> Result<(), StoreError> {
+        may_change(seen, take_over)?;
+        let change = match resolution {
+            Resolution::Ended(outcome, retention) => {
+                let verdict = match &**outcome {
+                    RunOutcome::Completed(_) => "success",
+                    RunOutcome::FailedReplayable { .. } => "failure",
+                    _ => return refused("an operation in phases ends with what it did, or with a failure"),
+                };
+                not_against(seen, None, verdict, against_evidence)?;
+                if verdict == "failure" && !against_evidence {
+                    nothing_stands(seen)?;
                 }
-                Resolution::Effect { effect, happened } => {
-                    match seen.intents.iter().find(|intent| intent.intent.effect == *effect) {
-                        None => return refused(format!("it has no effect `{effect}`")),
-                        Some(intent) => {
-                            if let Some(outcome) = &intent.outcome {
-                                return refused(format!("`{effect}` is settled: {outcome}"));
-                            }
+                let evidence = Box::new(says(seen, "", 0, verdict, context));
+                let (outcome, retention) = (outcome.clone(), *retention);
+                OperationChange::End { outcome, retention, evidence, take_over }
+            }
+            Resolution::Effect { effect, happened } => {
+                match seen.intents.iter().find(|intent| intent.intent.effect == *effect) {
+                    None => return refused(format!("it has no effect `{effect}`")),
+                    Some(intent) => {
+                        if let Some(outcome) = &intent.outcome {
+                            return refused(format!("`{effect}` is settled: {outcome}"));
                         }
                     }
-                    let verdict = if *happened { "success" } else { "failure" };
-                    not_against(seen, Some(effect), verdict, against_evidence)?;
-                    let evidence = vec![says(seen, effect, 0, verdict, context)];
-                    OperationChange::GoOn { evidence, stage: None, take_over }
                 }
-            };
-            changed(self.change_operation(seen, &change, context).await?)
-        }
+                let verdict = if *happened { "success" } else { "failure" };
+                not_against(seen, Some(effect), verdict, against_evidence)?;
+                let evidence = vec![says(seen, effect, 0, verdict, context)];
+                OperationChange::GoOn { evidence, stage: None, take_over }
+            }
+        };
+        changed(self.change_operation(seen, &change, context).await?)
     }
 }
 

@@ -49,6 +49,8 @@ use crate::error::StoreError;
 use crate::store::base::{Base, StoreOptions};
 #[cfg(feature = "duties")]
 use crate::store::{Duties, Store};
+#[cfg(feature = "operations")]
+use crate::store::{KeyOperator, OperationStore};
 use crate::text::hex::hex;
 
 /// The store on MySQL and MariaDB: outbox, inbox and operations. Cheap to clone.
@@ -83,6 +85,13 @@ impl Base for MySqlStore {
 #[cfg(feature = "duties")]
 impl Store for MySqlStore {
     fn into_duties(self) -> Arc<dyn Duties> {
+        Arc::new(self)
+    }
+}
+
+#[cfg(feature = "operations")]
+impl OperationStore for MySqlStore {
+    fn into_operator(self) -> Arc<dyn KeyOperator> {
         Arc::new(self)
     }
 }

@@ -57,6 +57,8 @@ use crate::error::StoreError;
 use crate::store::base::{Base, StoreOptions};
 #[cfg(feature = "duties")]
 use crate::store::{Duties, Store};
+#[cfg(feature = "operations")]
+use crate::store::{KeyOperator, OperationStore};
 
 /// The store on PostgreSQL: outbox, inbox and operations. Cheap to clone.
 #[derive(Debug, Clone)]
@@ -97,6 +99,13 @@ impl Base for PostgresStore {
 #[cfg(feature = "duties")]
 impl Store for PostgresStore {
     fn into_duties(self) -> Arc<dyn Duties> {
+        Arc::new(self)
+    }
+}
+
+#[cfg(feature = "operations")]
+impl OperationStore for PostgresStore {
+    fn into_operator(self) -> Arc<dyn KeyOperator> {
         Arc::new(self)
     }
 }

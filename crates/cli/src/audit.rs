@@ -5,7 +5,7 @@ use uuid::Uuid;
 
 use super::common::{CommonArgs, Output, hint_of_more, limit, listed};
 use oncebox::app::AppError;
-use oncebox::store::Store;
+use oncebox::store::{Duties, Store};
 
 /// What to do with the audit.
 #[derive(Debug, Subcommand)]
@@ -27,10 +27,10 @@ pub(super) struct ListArgs {
 
 pub(super) async fn run(command: &AuditCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
     let AuditCommand::List(args) = command;
-    on_store!(common, |store, settings| list(&store, args, output).await)
+    on_store!(common, Store::into_duties, |store, settings| list(&*store, args, output).await)
 }
 
-async fn list<S: Store>(store: &S, args: &ListArgs, output: Output) -> Result<(), AppError> {
+async fn list(store: &dyn Duties, args: &ListArgs, output: Output) -> Result<(), AppError> {
     let acts = store.audit(args.id, args.limit).await?;
     hint_of_more(acts.len(), args.limit);
     let as_json = serde_json::json!({ "audit": acts });

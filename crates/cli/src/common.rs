@@ -18,15 +18,17 @@ macro_rules! data {
     }};
 }
 
-/// Runs a command on the store that the settings name, where its tables are those of this program:
-/// `on_store!(common, |store, settings| work(&store, &settings).await)`.
+/// Runs a command on the store that the settings name, as the object that the second argument makes
+/// of it, where its tables are those of this program:
+/// `on_store!(common, Store::into_duties, |store, settings| work(&*store, &settings).await)`.
 macro_rules! on_store {
-    ($common:expr, |$store:ident, $settings:ident| $body:expr) => {{
+    ($common:expr, $object:expr, |$store:ident, $settings:ident| $body:expr) => {{
         let $settings = $common.load(None)?.settings;
-        oncebox::with_store!(&$settings, None, |$store| {
-            $crate::common::require_schema(&$store, &$settings).await?;
+        oncebox::with_store!(&$settings, None, |named| {
+            $crate::common::require_schema(&named, &$settings).await?;
+            let $store = $object(named.clone());
             let done = $body;
-            oncebox::store::Base::close(&$store).await;
+            oncebox::store::Base::close(&named).await;
             done
         })
     }};

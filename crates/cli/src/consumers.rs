@@ -8,7 +8,7 @@ use clap::Subcommand;
 use super::act::{Act, refused};
 use super::common::{CommonArgs, Output, bound, limit, listed};
 use oncebox::app::AppError;
-use oncebox::store::{ConsumerStatus, Store};
+use oncebox::store::{ConsumerStatus, Duties, Store};
 
 /// What to do with consumers.
 #[derive(Debug, Subcommand)]
@@ -30,10 +30,10 @@ pub(super) enum ConsumersCommand {
 }
 
 pub(super) async fn run(command: &ConsumersCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
-    on_store!(common, |store, settings| on(&store, command, output).await)
+    on_store!(common, Store::into_duties, |store, settings| on(&*store, command, output).await)
 }
 
-async fn on<S: Store>(store: &S, command: &ConsumersCommand, output: Output) -> Result<(), AppError> {
+async fn on(store: &dyn Duties, command: &ConsumersCommand, output: Output) -> Result<(), AppError> {
     match command {
         ConsumersCommand::List { limit } => list(store.status().await?.consumers, *limit, output),
         ConsumersCommand::Forget { name, act } => forget(store, name, act, output).await,
@@ -74,7 +74,7 @@ pub(super) fn seen(consumer: &ConsumerStatus) -> String {
     }
 }
 
-async fn forget<S: Store>(store: &S, name: &str, act: &Act, output: Output) -> Result<(), AppError> {
+async fn forget(store: &dyn Duties, name: &str, act: &Act, output: Output) -> Result<(), AppError> {
     let left = store.forget_consumer(name, &act.context(true)).await.map_err(refused)?;
     let count = usize::try_from(left.messages).unwrap_or(usize::MAX);
     act.confirm_loss(count, "messages that wait, are held or dead", "lost with it")?;

@@ -17,7 +17,7 @@ use super::progress::{Batches, shown};
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, say};
 use oncebox::message::identity;
-use oncebox::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, DeadState, OperatorAct, Store};
+use oncebox::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, DeadState, Duties, OperatorAct, Store};
 
 /// How many messages one transaction of an act concerns.
 const BATCH: usize = 100;
@@ -168,10 +168,10 @@ fn number(text: &str) -> Result<String, String> {
 }
 
 pub(super) async fn run(command: &DeadCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
-    on_store!(common, |store, settings| on(&store, command, &settings, output).await)
+    on_store!(common, Store::into_duties, |store, settings| on(&*store, command, &settings, output).await)
 }
 
-async fn on<S: Store>(store: &S, command: &DeadCommand, settings: &Settings, output: Output) -> Result<(), AppError> {
+async fn on(store: &dyn Duties, command: &DeadCommand, settings: &Settings, output: Output) -> Result<(), AppError> {
     match command {
         DeadCommand::List { filter, state } => {
             let filter = DeadFilter { states: states(*state), ..filter.to_store(store).await? };
@@ -199,7 +199,7 @@ async fn on<S: Store>(store: &S, command: &DeadCommand, settings: &Settings, out
 }
 
 impl Filter {
-    async fn to_store<S: Store>(&self, store: &S) -> Result<DeadFilter, AppError> {
+    async fn to_store(&self, store: &dyn Duties) -> Result<DeadFilter, AppError> {
         let message_id = match &self.id {
             Some(id) => Some(identity_of(store, id, self.source.as_deref()).await?),
             None => None,
@@ -228,7 +228,7 @@ impl Filter {
 /// The UUID of a message id. Where the id is no UUID, it is made of the source and the text, as a
 /// consumer makes it. A consumer takes a UUID in capitals for a text as well. So such an id means
 /// the message that was sent with this text, and the UUID only where there is no such message.
-async fn identity_of<S: Store>(store: &S, id: &str, source: Option<&str>) -> Result<Uuid, AppError> {
+async fn identity_of(store: &dyn Duties, id: &str, source: Option<&str>) -> Result<Uuid, AppError> {
     let as_sent = identity(source.unwrap_or_default(), id).uuid();
     let (None, Ok(uuid)) = (source, Uuid::try_parse(id)) else { return Ok(as_sent) };
     if uuid == as_sent {
@@ -256,7 +256,7 @@ fn place(message: &DeadMessage) -> &str {
     }
 }
 
-async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Result<(), AppError> {
+async fn list(store: &dyn Duties, filter: &DeadFilter, output: Output) -> Result<(), AppError> {
     let dead = store.dead(filter).await?;
     hint_of_more(dead.len(), filter.limit);
     let header = [
@@ -287,7 +287,7 @@ async fn list<S: Store>(store: &S, filter: &DeadFilter, output: Output) -> Resul
     listed(output, &serde_json::json!({ "dead": dead }), header, rows)
 }
 
-async fn show<S: Store>(store: &S, number: &str, payload_to: Option<&Path>, output: Output) -> Result<(), AppError> {
+async fn show(store: &dyn Duties, number: &str, payload_to: Option<&Path>, output: Output) -> Result<(), AppError> {
     let found = store.dead(&by_number(number)).await?.into_iter().next();
     let message = found.ok_or_else(|| unknown(number))?;
     if let Some(file) = payload_to {
@@ -360,7 +360,7 @@ struct Meant {
     remaining: usize,
 }
 
-async fn meant<S: Store>(store: &S, which: &Which, how: &OperatorAct) -> Result<Meant, AppError> {
+async fn meant(store: &dyn Duties, which: &Which, how: &OperatorAct) -> Result<Meant, AppError> {
     let all = which.filter.to_store(store).await?;
     if which.numbers.is_empty() {
         let usual = if matches!(how, OperatorAct::Bury) { State::Waiting } else { State::Dead };
@@ -398,8 +398,8 @@ fn unknown(number: &str) -> AppError {
     ))
 }
 
-async fn act_on<S: Store>(
-    store: &S,
+async fn act_on(
+    store: &dyn Duties,
     which: &Which,
     act: &Act,
     &How { act: how, rate, wait }: &How<'_>,
@@ -516,8 +516,8 @@ impl std::fmt::Display for Became {
 
 /// Waits until each message is gone or was tried again, at most for `wait`. `last_tries` has the
 /// last try of each before the redrive.
-async fn what_became<S: Store>(
-    store: &S,
+async fn what_became(
+    store: &dyn Duties,
     mut last_tries: HashMap<String, Option<DateTime<Utc>>>,
     wait: Duration,
 ) -> Result<BTreeMap<String, Became>, AppError> {
@@ -570,8 +570,8 @@ impl Meant {
 
 /// Acts on the messages, some in each transaction, and at most on `rate` of them a second. Returns
 /// their numbers, and those that were discarded because another copy was handled meanwhile.
-async fn carry_out<S: Store>(
-    store: &S,
+async fn carry_out(
+    store: &dyn Duties,
     meant: &Meant,
     how: &OperatorAct,
     context: &ActContext,

@@ -103,13 +103,14 @@ async fn mend<S: OperationStore>(store: S, args: &DoctorArgs) -> Result<(), AppE
     store.schema().await?.require()?;
     let actor = args.by.clone().unwrap_or_else(super::act::actor);
     let context = ActContext { actor, reason: args.why.clone(), dry_run: true, redrive_age_max: None };
-    let broken = store.mend(&context).await.map_err(refused)?;
+    let duties = store.clone().into_duties();
+    let broken = duties.mend(&context).await.map_err(refused)?;
     if broken.is_empty() {
         say("INFO", "nothing to mend");
     } else if !args.yes {
         return Err(AppError::refused(format!("this would be done: {}\nhint: give --yes", broken.join("; "))));
     } else {
-        for mended in store.mend(&ActContext { dry_run: false, ..context }).await.map_err(refused)? {
+        for mended in duties.mend(&ActContext { dry_run: false, ..context }).await.map_err(refused)? {
             say("INFO", &format!("mended: {mended}"));
         }
     }
@@ -137,8 +138,9 @@ async fn look<S: OperationStore>(store: S, settings: &Settings, older_than: Dura
         _ => Finding::ok("schema", format!("{name}: all migrations are applied")),
     }];
     findings.extend(store.check().await?);
-    findings.extend(versions(&store.live_versions().await?));
-    let status = store.status().await?;
+    findings.extend(versions(&store.clone().into_operator().live_versions().await?));
+    let duties = store.clone().into_duties();
+    let status = duties.status().await?;
     let consumers = status.consumers.iter().map(|one| (format!("consumer {}", one.name), one.dead, one.held));
     for (place, dead, held) in std::iter::once(("outbox".to_owned(), status.dead, status.held)).chain(consumers) {
         if dead + held > 0 {
@@ -146,8 +148,9 @@ async fn look<S: OperationStore>(store: S, settings: &Settings, older_than: Dura
             findings.push(Finding::warning(place, detail, "see `oncebox dead list`"));
         }
     }
-    findings.extend(super::stuck::look(&store, settings, &status, older_than).await?);
-    let held = store.held_topics(HELD_TOPICS_MAX).await?;
+    findings.extend(super::stuck::look(&*duties, &status, older_than).await?);
+    findings.extend(super::stuck::handlers(&store, settings).await);
+    let held = duties.held_topics(HELD_TOPICS_MAX).await?;
     store.close().await;
     Ok((findings, held))
 }

@@ -64,7 +64,7 @@ async fn refuse_messages_of_others<S: Store>(settings: &Settings) -> Result<(), 
             return Ok(());
         }
         require_schema(&store, settings).await?;
-        let status = store.status().await?;
+        let status = store.clone().into_duties().status().await?;
         let (pending, held, dead) = (status.pending, status.held, status.dead);
         if pending + held + dead == 0 {
             return Ok(());

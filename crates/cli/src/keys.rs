@@ -14,7 +14,7 @@ use super::progress::Batches;
 use oncebox::adapter::{DbTime, hex};
 use oncebox::app::{AppError, say};
 use oncebox::operation::{Identity, OperationName, Record, State, StoredBody};
-use oncebox::store::{FoundKeys, KeyChange, KeyFilter, OperationStore, RunOutcome};
+use oncebox::store::{FoundKeys, KeyChange, KeyFilter, KeyOperator, OperationStore, RunOutcome};
 
 /// How many digits of a hash are shown.
 const SHOWN: usize = 12;
@@ -127,10 +127,10 @@ fn state(text: &str) -> Result<State, String> {
 }
 
 pub(super) async fn run(command: &KeysCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
-    on_store!(common, |store, settings| on(&store, command, output).await)
+    on_store!(common, OperationStore::into_operator, |store, settings| on(&*store, command, output).await)
 }
 
-async fn on<S: OperationStore>(store: &S, command: &KeysCommand, output: Output) -> Result<(), AppError> {
+async fn on(store: &dyn KeyOperator, command: &KeysCommand, output: Output) -> Result<(), AppError> {
     match command {
         KeysCommand::List(filter) => list(store, filter, output).await,
         KeysCommand::Show(which) => show(store, &one(store, which).await?, which.is_named(), output).await,
@@ -231,11 +231,11 @@ fn left_out(unreadable: usize) {
     }
 }
 
-async fn one<S: OperationStore>(store: &S, which: &Which) -> Result<ReadRecord, AppError> {
+async fn one(store: &dyn KeyOperator, which: &Which) -> Result<ReadRecord, AppError> {
     by_digest(store, which.digest()?, &which.key).await
 }
 
-async fn by_digest<S: OperationStore>(store: &S, digest: Vec<u8>, named: &str) -> Result<ReadRecord, AppError> {
+async fn by_digest(store: &dyn KeyOperator, digest: Vec<u8>, named: &str) -> Result<ReadRecord, AppError> {
     let (mut found, unreadable) = split(store.keys(&KeyFilter { digest, limit: 2, ..KeyFilter::default() }).await?);
     match (found.pop(), found.pop(), unreadable.as_slice()) {
         (Some(one), None, []) => Ok(one),
@@ -291,7 +291,7 @@ fn fields(found: &ReadRecord, whole: bool) -> Value {
     fields
 }
 
-async fn list<S: OperationStore>(store: &S, filter: &Filter, output: Output) -> Result<(), AppError> {
+async fn list(store: &dyn KeyOperator, filter: &Filter, output: Output) -> Result<(), AppError> {
     let (found, unreadable) = split(store.keys(&filter.to_store()).await?);
     hint_of_more(found.len() + unreadable.len(), filter.limit.unwrap_or(LIMIT) as usize);
     let keys: Vec<Value> = found.iter().map(|one| fields(one, false)).collect();
@@ -322,7 +322,7 @@ async fn list<S: OperationStore>(store: &S, filter: &Filter, output: Output) -> 
     listed(output, &json!({ "keys": keys, "unreadable": unread }), header, rows)
 }
 
-async fn show<S: OperationStore>(store: &S, found: &ReadRecord, named: bool, output: Output) -> Result<(), AppError> {
+async fn show(store: &dyn KeyOperator, found: &ReadRecord, named: bool, output: Output) -> Result<(), AppError> {
     let mut fields = fields(found, true);
     let mut runs = store.runs_of(found.record.operation_id).await?;
     runs.retain(|run| run.evidence.kind == "run");
@@ -350,16 +350,16 @@ async fn show<S: OperationStore>(store: &S, found: &ReadRecord, named: bool, out
 }
 
 /// All keys that match and that can be purged, in pages.
-struct Pages<'a, S> {
-    store: &'a S,
+struct Pages<'a> {
+    store: &'a dyn KeyOperator,
     filter: KeyFilter,
     is_last: bool,
     /// How many keys of the pages until now cannot be read.
     unreadable: usize,
 }
 
-impl<'a, S: OperationStore> Pages<'a, S> {
-    fn new(store: &'a S, filter: &Filter) -> Self {
+impl<'a> Pages<'a> {
+    fn new(store: &'a dyn KeyOperator, filter: &Filter) -> Self {
         let filter = KeyFilter { forgettable: true, after: Some(Vec::new()), limit: PAGE, ..filter.to_store() };
         Self { store, filter, is_last: false, unreadable: 0 }
     }
@@ -380,7 +380,7 @@ impl<'a, S: OperationStore> Pages<'a, S> {
 
 /// How many keys there are to purge, and since when the count stands: what gets its outcome later
 /// is not meant.
-async fn count<S: OperationStore>(store: &S, filter: &Filter) -> Result<(usize, Option<DbTime>), AppError> {
+async fn count(store: &dyn KeyOperator, filter: &Filter) -> Result<(usize, Option<DbTime>), AppError> {
     let (mut pages, mut count, mut until) = (Pages::new(store, filter), 0, None);
     while let Some(page) = pages.next().await? {
         until = until.or(page.first().map(|first| first.now));
@@ -391,8 +391,8 @@ async fn count<S: OperationStore>(store: &S, filter: &Filter) -> Result<(usize, 
 }
 
 /// The keys that a purge names, and how many more match.
-async fn to_purge<S: OperationStore>(
-    store: &S,
+async fn to_purge(
+    store: &dyn KeyOperator,
     hashes: &[String],
     filter: &Filter,
     all: bool,
@@ -417,8 +417,8 @@ async fn to_purge<S: OperationStore>(
 }
 
 /// Purges all keys that match and have their outcome now, page by page.
-async fn purge_all<S: OperationStore>(
-    store: &S,
+async fn purge_all(
+    store: &dyn KeyOperator,
     filter: &Filter,
     change: &KeyChange,
     act: &Act,
@@ -448,8 +448,8 @@ async fn purge_all<S: OperationStore>(
     act.told("purge", "hashes", &hashes, 0, output)
 }
 
-async fn act_on<S: OperationStore>(
-    store: &S,
+async fn act_on(
+    store: &dyn KeyOperator,
     meant: &[ReadRecord],
     remaining: usize,
     change: &KeyChange,

@@ -15,7 +15,7 @@ use super::keys::moment;
 use oncebox::app::{AppError, say};
 use oncebox::operation::Stage;
 use oncebox::store::{
-    FoundOperations, OperationFilter, OperationStore, Resolution, RunOutcome, Sealed, StoredOperation,
+    FoundOperations, KeyOperator, OperationFilter, OperationStore, Resolution, RunOutcome, Sealed, StoredOperation,
 };
 
 /// What to do with operations in phases.
@@ -125,10 +125,10 @@ fn stage(text: &str) -> Result<Stage, String> {
 }
 
 pub(super) async fn run(command: &OperationsCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
-    on_store!(common, |store, settings| on(&store, command, output).await)
+    on_store!(common, OperationStore::into_operator, |store, settings| on(&*store, command, output).await)
 }
 
-async fn on<S: OperationStore>(store: &S, command: &OperationsCommand, output: Output) -> Result<(), AppError> {
+async fn on(store: &dyn KeyOperator, command: &OperationsCommand, output: Output) -> Result<(), AppError> {
     match command {
         OperationsCommand::List(filter) => list(store, filter, output).await,
         OperationsCommand::Show { id } => show(&one(store, *id).await?, output),
@@ -188,7 +188,7 @@ impl Filter {
     }
 }
 
-async fn one<S: OperationStore>(store: &S, id: Uuid) -> Result<StoredOperation, AppError> {
+async fn one(store: &dyn KeyOperator, id: Uuid) -> Result<StoredOperation, AppError> {
     let found = store.operation(id).await?;
     found.ok_or_else(|| AppError::failed(format!("there is no operation {id}; `oncebox operations list` shows them")))
 }
@@ -256,7 +256,7 @@ fn fields(one: &StoredOperation) -> Value {
     })
 }
 
-async fn list<S: OperationStore>(store: &S, filter: &Filter, output: Output) -> Result<(), AppError> {
+async fn list(store: &dyn KeyOperator, filter: &Filter, output: Output) -> Result<(), AppError> {
     let FoundOperations { operations: found, unreadable, orphans } = store.operations(&filter.to_store()).await?;
     hint_of_more(found.len() + unreadable.len(), filter.limit as usize);
     if output == Output::Table {
@@ -319,8 +319,8 @@ fn show(one: &StoredOperation, output: Output) -> Result<(), AppError> {
     Ok(())
 }
 
-async fn retry<S: OperationStore>(
-    store: &S,
+async fn retry(
+    store: &dyn KeyOperator,
     ids: &[Uuid],
     accept_duplicate: bool,
     take_over: bool,

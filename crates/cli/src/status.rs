@@ -8,7 +8,7 @@ use clap::Args;
 use super::common::{CommonArgs, Output, bound, failed, limit, tabled};
 use super::consumers::{ABSENT, COLUMNS, row, seen};
 use oncebox::app::AppError;
-use oncebox::store::{Status, Store};
+use oncebox::store::{Duties, Status, Store};
 
 /// What counts as stuck, and how much is shown.
 #[derive(Debug, Clone, Args)]
@@ -22,10 +22,10 @@ pub(super) struct StatusArgs {
 }
 
 pub(super) async fn run(args: &StatusArgs, common: &CommonArgs, output: Output) -> Result<(), AppError> {
-    on_store!(common, |store, settings| show(&store, args, output).await)
+    on_store!(common, Store::into_duties, |store, settings| show(&*store, args, output).await)
 }
 
-async fn show<S: Store>(store: &S, args: &StatusArgs, output: Output) -> Result<(), AppError> {
+async fn show(store: &dyn Duties, args: &StatusArgs, output: Output) -> Result<(), AppError> {
     let mut status = store.status().await?;
     // Of all that is there, also of what is not shown.
     let mut stuck = stuck(&status, args.older_than);

@@ -6,21 +6,15 @@ use std::time::Duration;
 
 use oncebox::app::AppError;
 use oncebox::app::config::Settings;
-use oncebox::store::{DeadFilter, DeadMessage, DeadState, Finding, Status, Store};
+use oncebox::store::{DeadFilter, DeadMessage, DeadState, Duties, Finding, Status, Store};
 use oncebox::{SqlHandler, SqlSpec};
 
 /// How long the database may take to prepare the statements of a handler. On a locked table this
 /// waits, as handlers do.
 const PREPARE_MAX: Duration = Duration::from_secs(3);
 
-/// Returns what is stuck in the database: the relay, held and waiting messages, sql handlers, waits
-/// for locks.
-pub(super) async fn look<S: Store>(
-    store: &S,
-    settings: &Settings,
-    status: &Status,
-    older_than: Duration,
-) -> Result<Vec<Finding>, AppError> {
+/// Returns what is stuck in the database: the relay, held and waiting messages, waits for locks.
+pub(super) async fn look(store: &dyn Duties, status: &Status, older_than: Duration) -> Result<Vec<Finding>, AppError> {
     let is_old = |seconds: f64| seconds > older_than.as_secs_f64();
     let mut findings = vec![relay(status, is_old(status.oldest_pending_age_seconds))];
     if is_old(status.oldest_held_age_seconds)
@@ -41,7 +35,6 @@ pub(super) async fn look<S: Store>(
             findings.push(Finding::stuck(format!("consumer {}: waiting", consumer.name), detail, remedy));
         }
     }
-    findings.extend(handlers(store, settings).await);
     for wait in store.lock_waits(older_than).await? {
         let holders = if wait.holders.is_empty() { "nobody that is shown".to_owned() } else { wait.holders.join("; ") };
         findings.push(Finding::stuck(
@@ -76,7 +69,7 @@ fn relay(status: &Status, is_old: bool) -> Finding {
 }
 
 /// The oldest message of a place in these states.
-async fn first<S: Store>(store: &S, place: &str, states: Vec<DeadState>) -> Result<Option<DeadMessage>, AppError> {
+async fn first(store: &dyn Duties, place: &str, states: Vec<DeadState>) -> Result<Option<DeadMessage>, AppError> {
     let filter = DeadFilter { states, consumer: Some(place.to_owned()), limit: 1, ..DeadFilter::default() };
     Ok(store.dead(&filter).await?.into_iter().next())
 }
@@ -94,7 +87,7 @@ fn messages(count: u64) -> String {
 }
 
 /// Whether the database can still prepare the sql handlers of the configuration.
-async fn handlers<S: Store>(store: &S, settings: &Settings) -> Vec<Finding> {
+pub(super) async fn handlers<S: Store>(store: &S, settings: &Settings) -> Vec<Finding> {
     let mut findings = Vec::new();
     for consumer in &settings.consumer {
         for on in consumer.on.iter().filter(|on| on.handler == "sql") {

@@ -4,6 +4,7 @@
 //! row is changed, a statement of its own locks it, so that the change sees what was committed
 //! until then, and the current time.
 
+use async_trait::async_trait;
 use uuid::Uuid;
 
 use super::audit::Act;
@@ -70,6 +71,7 @@ const CHANGE_OPERATION: &str = "update oncebox.operation set epoch = epoch + 1, 
       {if respects_lease: and (owner is null or {piece lease is over})} \
       and (select count(*) from oncebox.operation_evidence e where e.operation_id = :operation) = :evidence";
 
+#[async_trait]
 impl<S: KeyStore + Phases> KeyOperator for S {
     async fn keys(&self, filter: &KeyFilter) -> Result<FoundKeys, StoreError> {
         let ((least, greatest), (state, expired)) = (filter.digests(), filter.stored_state());

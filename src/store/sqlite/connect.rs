@@ -17,6 +17,8 @@ use crate::flock::{FileId, Held, Turn};
 use crate::store::base::{Base, StoreOptions};
 #[cfg(feature = "duties")]
 use crate::store::{Duties, Store};
+#[cfg(feature = "operations")]
+use crate::store::{KeyOperator, OperationStore};
 
 /// How long a statement waits for the write lock, and a transaction for its turn.
 pub(super) const BUSY_TIMEOUT: Duration = Duration::from_secs(30);
@@ -174,6 +176,13 @@ impl Base for SqliteStore {
 #[cfg(feature = "duties")]
 impl Store for SqliteStore {
     fn into_duties(self) -> Arc<dyn Duties> {
+        Arc::new(self)
+    }
+}
+
+#[cfg(feature = "operations")]
+impl OperationStore for SqliteStore {
+    fn into_operator(self) -> Arc<dyn KeyOperator> {
         Arc::new(self)
     }
 }
