@@ -26,7 +26,7 @@ pub struct RetryPolicy {
     pub in_place_delay: Duration,
     /// The number of attempts, the first included. After the last one the message is dead. Default
     /// 20, which with the other defaults takes about an hour and a half.
-    pub max_attempts: u32,
+    pub attempts_max: u32,
     /// The first durable wait. Default 1 s.
     pub base: Duration,
     /// The longest durable wait, also for a wait that a handler asks for. Default 10 min.
@@ -73,7 +73,7 @@ impl Default for RetryPolicy {
         Self {
             in_place: 2,
             in_place_delay: Duration::from_millis(50),
-            max_attempts: 20,
+            attempts_max: 20,
             base: Duration::from_secs(1),
             cap: Duration::from_secs(600),
             multiplier: 2.0,
@@ -89,7 +89,7 @@ impl RetryPolicy {
     pub(crate) fn next(&self, failed: u32, asked: Asked, chance: f64) -> Decision {
         match asked {
             Asked::NoRetry => Decision::Dead(TERMINAL),
-            _ if failed >= self.max_attempts => Decision::Dead(ATTEMPTS),
+            _ if failed >= self.attempts_max => Decision::Dead(ATTEMPTS),
             Asked::After(asked) => Decision::Wait(asked.min(self.cap)),
             Asked::Nothing if failed <= self.in_place => Decision::InPlace(self.in_place_delay),
             Asked::Nothing | Asked::NotInPlace => {
@@ -101,13 +101,13 @@ impl RetryPolicy {
     /// Whether the attempt of this number, counted from 1, may begin. A number above the last one
     /// occurs when every attempt ended with the death of its process.
     pub(crate) fn allows(&self, attempt: u32) -> bool {
-        attempt <= self.max_attempts
+        attempt <= self.attempts_max
     }
 
     /// The longest that all waits together can take, whatever handlers ask for. The time of the
     /// handlers is not included.
     pub(crate) fn longest(&self) -> Duration {
-        self.cap.max(self.in_place_delay).saturating_mul(self.max_attempts)
+        self.cap.max(self.in_place_delay).saturating_mul(self.attempts_max)
     }
 
     /// The durable wait number `n`, counted from 1; `chance` is drawn from 0 to 1.
@@ -122,8 +122,8 @@ impl RetryPolicy {
     /// Checks the settings. The error names one that cannot be used.
     pub(crate) fn validate(&self) -> Result<(), Invalid> {
         let refused = |why: &'static str| Err(Invalid::new(why));
-        if self.max_attempts == 0 {
-            refused("`max_attempts` must be at least 1")
+        if self.attempts_max == 0 {
+            refused("`attempts_max` must be at least 1")
         } else if self.base.is_zero() {
             refused("`base` must be longer than zero")
         } else if self.cap < self.base {
@@ -159,7 +159,7 @@ mod tests {
     const STEADY: RetryPolicy = RetryPolicy {
         in_place: 2,
         in_place_delay: Duration::from_millis(50),
-        max_attempts: 7,
+        attempts_max: 7,
         base: Duration::from_secs(1),
         cap: Duration::from_secs(5),
         multiplier: 2.0,
@@ -214,7 +214,7 @@ mod tests {
         let good = RetryPolicy::default();
         assert_eq!(good.validate(), Ok(()));
         for (bad, name) in [
-            (RetryPolicy { max_attempts: 0, ..good }, "`max_attempts`"),
+            (RetryPolicy { attempts_max: 0, ..good }, "`attempts_max`"),
             (RetryPolicy { base: Duration::ZERO, ..good }, "`base`"),
             (RetryPolicy { cap: Duration::from_millis(999), ..good }, "`cap`"),
             (RetryPolicy { multiplier: 0.5, ..good }, "`multiplier`"),

@@ -63,7 +63,7 @@ fn options(topic: &str) -> ConsumerOptions {
     ConsumerOptions {
         lanes: 1,
         handler_timeout: SOON,
-        retry: RetryPolicy { max_attempts: 2, ..RetryPolicy::default() },
+        retry: RetryPolicy { attempts_max: 2, ..RetryPolicy::default() },
         ..ConsumerOptions::new("ledger", vec![topic.to_owned()])
     }
 }

@@ -139,7 +139,7 @@ async fn a_suspect_is_asked_for_again<S: Sql>(behind: Behind<S>) {
     proxy.fail_at(since, at, 0, When::BeforeRequest, Failure::Cut);
     let mut options = consumer_options();
     // No try is to spare, so each suspect runs alone.
-    options.retry.max_attempts = 1;
+    options.retry.attempts_max = 1;
     let running = through.consumer(options, Does(|_: &str, _: &oncebox::Message| Act::Done));
     direct.until_effects(&["b1"]).await;
     assert!(proxy.has_failed());

@@ -139,7 +139,7 @@ async fn meets_a_lock<S: Sql>(world: World<S>, code: &'static str) {
         _ => Act::Done,
     };
     let mut options = consumer_options();
-    options.retry.max_attempts = 2;
+    options.retry.attempts_max = 2;
     // In the middle of a batch of one lane.
     world.broker.faults().hold_deliveries(true);
     let before: Vec<String> = (10..50).map(|number| format!("b{number}")).collect();

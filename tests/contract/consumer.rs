@@ -73,7 +73,7 @@ async fn g5_nothing_is_acknowledged_before_the_commit_returned() {
     let mut options = consumer_options();
     // Every try stays in place: nothing is stored, so nothing may be acknowledged.
     options.retry.in_place = 1_000_000;
-    options.retry.max_attempts = 1_000_000;
+    options.retry.attempts_max = 1_000_000;
     let consumer = world.consumer(options, Does(act));
     eventually("it was tried a few times", SOON, || async {
         (world.store.texts("select cast(attempts as text) from oncebox_attempt").await.first()?.parse::<u32>().ok()?
@@ -100,7 +100,7 @@ async fn g6_effects_of_a_key_keep_their_order_while_one_of_its_messages_waits_an
     world.broker.faults().hold_deliveries(true);
     world.deliver_all(&["a1", "b1", "a2", "b2", "a3", "c1"]);
     let mut options = consumer_options();
-    options.retry.max_attempts = 1_000;
+    options.retry.attempts_max = 1_000;
     let consumer = world.consumer(options, Does(act));
     world.broker.faults().hold_deliveries(false);
     world.until_effects(&["a1", "b1", "b2", "c1"]).await;
@@ -128,7 +128,7 @@ async fn a_message_is_dead_after_its_last_attempt_holds_its_key_and_redriven_run
     world.deliver_all(&["a1", "a2", "b1", "a3"]);
     let consumer = world.consumer(consumer_options(), Does(act));
     world.until_consumer("a1 dead, two held", |ledger| (ledger.dead, ledger.held) == (1, 2)).await;
-    assert_eq!(tries.load(Ordering::Relaxed), 4, "`max_attempts` tries, no more and no less");
+    assert_eq!(tries.load(Ordering::Relaxed), 4, "`attempts_max` tries, no more and no less");
     world.until_effects(&["b1"]).await;
     let dead = world.dead().await;
     assert_eq!((dead[0].reason.as_str(), dead[0].attempts), ("attempts", 4));
@@ -206,7 +206,7 @@ async fn r27_a_transient_failure_counts_no_attempt() {
         _ => Act::Done,
     };
     let mut options = consumer_options();
-    options.retry.max_attempts = 3;
+    options.retry.attempts_max = 3;
     world.deliver_all(&["a1", "a2"]);
     let consumer = world.consumer(options, Does(act));
     world.until_effects(&["a1", "a2"]).await;
@@ -253,7 +253,7 @@ async fn a_waiting_message_stays_until_a_process_runs_that_has_a_handler_for_its
     let gate = Arc::clone(&open);
     let act = move |_: &str, _: &oncebox::Message| if gate.load(Ordering::Relaxed) { Act::Done } else { fails() };
     let mut options = consumer_options();
-    options.retry.max_attempts = 1_000;
+    options.retry.attempts_max = 1_000;
     world.deliver(&Uuid::now_v7().to_string(), "new", "a1");
     // Behind it stands one that both versions take, and one that neither does: that one waits for
     // nothing.

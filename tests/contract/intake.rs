@@ -38,7 +38,7 @@ async fn g5_what_comes_while_an_older_one_is_unfinished_waits_for_room_and_none_
     world.broker.faults().deliver_without_bound(true);
     let mut options = ConsumerOptions { lanes: 2, unacknowledged_max: 10, ..consumer_options() };
     options.retry.in_place = u32::MAX;
-    options.retry.max_attempts = u32::MAX;
+    options.retry.attempts_max = u32::MAX;
     let names: Vec<String> = (100..200).map(|number| format!("{}{number}", ["b", "c", "d", "e"][number % 4])).collect();
     world.broker.faults().hold_deliveries(true);
     world.deliver_all(&["a1"]);
@@ -108,7 +108,7 @@ async fn g11_at_waiting_rows_max_nothing_more_is_taken_visibly_and_what_waits_is
         if gate.load(Ordering::Relaxed) { Act::Done } else { fails() }
     };
     let mut options = ConsumerOptions { waiting_rows_max: 3, ..consumer_options() };
-    options.retry.max_attempts = u32::MAX;
+    options.retry.attempts_max = u32::MAX;
     world.deliver_all(&["a1", "a2", "a3"]);
     let consumer = world.consumer(options, Does(act));
     until_health(&world, "waiting_rows_max", true).await;

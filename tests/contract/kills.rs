@@ -34,7 +34,7 @@ async fn a_child_whose_handler_aborts() {
         world.deliver(&id.to_string(), "made", name);
     }
     let mut options = ConsumerOptions { until_idle: Some(Duration::from_millis(100)), ..consumer_options() };
-    options.retry.max_attempts = 2;
+    options.retry.attempts_max = 2;
     let aborts = |name: &str, _: &oncebox::Message| if name == "a1" { std::process::abort() } else { Act::Done };
     world.consumer(options, Does(aborts)).task.await.unwrap();
 }

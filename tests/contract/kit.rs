@@ -358,7 +358,7 @@ pub(crate) fn consumer_options() -> ConsumerOptions {
         retry: RetryPolicy {
             in_place: 1,
             in_place_delay: Duration::from_millis(5),
-            max_attempts: 4,
+            attempts_max: 4,
             base: Duration::from_millis(20),
             cap: Duration::from_millis(50),
             ..RetryPolicy::default()

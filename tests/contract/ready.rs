@@ -180,7 +180,7 @@ async fn cannot_lease<S: Sql>(world: World<S>) {
     let open = Arc::new(AtomicBool::new(false));
     let gate = Arc::clone(&open);
     let mut options = consumer_options();
-    options.retry.max_attempts = 1_000_000;
+    options.retry.attempts_max = 1_000_000;
     let act = move |_: &str, _: &Message| if gate.load(Ordering::Relaxed) { Act::Done } else { fails() };
     let consumer = world.consumer(options, Does(act));
     world.deliver_all(&["a1"]);

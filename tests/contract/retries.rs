@@ -29,7 +29,7 @@ async fn a_child_whose_waiting_message_aborts() {
     let store = SqliteStore::connect(&StoreOptions::new(url)).await.unwrap();
     let world = World::with(store);
     let mut options = ConsumerOptions { until_idle: Some(Duration::from_millis(100)), ..consumer_options() };
-    options.retry.max_attempts = 3;
+    options.retry.attempts_max = 3;
     let aborts = move |name: &str, _: &oncebox::Message| if name == killer { std::process::abort() } else { Act::Done };
     world.consumer(options, Does(aborts)).task.await.unwrap();
 }
@@ -122,7 +122,7 @@ async fn r25_a_key_that_once_failed_is_drained_in_batches<S: Sql>(world: World<S
         if gate.load(Ordering::Relaxed) { Act::Done } else { fails() }
     };
     let mut options = consumer_options();
-    options.retry.max_attempts = 100_000;
+    options.retry.attempts_max = 100_000;
     world.deliver_all(&names);
     let consumer = world.consumer_of(options, Handlers::new().otherwise_batch(DoesAll(act)));
     world.until_consumer("all wait", |ledger| ledger.waiting == COUNT as u64).await;

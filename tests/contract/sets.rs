@@ -135,7 +135,7 @@ async fn g6_a_key_keeps_its_order_over_handlers_of_sets_and_of_single_messages()
             if names.contains(&"b126") && tries.fetch_add(1, Ordering::Relaxed) < 8 { fails() } else { Act::Done }
         }));
     let mut options = consumer_options();
-    options.retry.max_attempts = 20;
+    options.retry.attempts_max = 20;
     let consumer = world.consumer_of(options, handlers);
     world.broker.faults().hold_deliveries(false);
     eventually("all", SOON, || async { (world.effects().await.len() == 90).then_some(()) }).await;
@@ -164,7 +164,7 @@ async fn a_panic_and_a_handler_of_sets_that_hangs_are_failures_like_any_other() 
             });
         let mut options = ConsumerOptions { handler_timeout: HANGS, ..consumer_options() };
         // More than it is told to fail: on a busy machine another try may run out of its time.
-        options.retry.max_attempts = 20;
+        options.retry.attempts_max = 20;
         let consumer = world.consumer_of(options, Handlers::new().otherwise_batch(handler));
         world.broker.faults().hold_deliveries(false);
         eventually("all", SOON, || async { (world.effects().await.len() == 10).then_some(()) }).await;

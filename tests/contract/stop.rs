@@ -31,7 +31,7 @@ async fn stopped_again_and_again<S: Sql>(world: World<S>, act: fn() -> Act) {
         lanes: 2,
         handler_timeout: Duration::from_secs(60),
         shutdown_grace: Duration::from_secs(8),
-        retry: RetryPolicy { max_attempts: 2, ..consumer_options().retry },
+        retry: RetryPolicy { attempts_max: 2, ..consumer_options().retry },
         ..consumer_options()
     };
     for round in 1..=3 {
@@ -96,7 +96,7 @@ async fn stops_without_a_database<S: Sql>(behind: Behind<S>) {
     let (direct, through) = (direct.with_broker(broker.clone()), through.with_broker(broker));
     for failure in [Failure::Cut, Failure::Silence] {
         let mut options = ConsumerOptions { lanes: 2, shutdown_grace: Duration::from_secs(4), ..consumer_options() };
-        options.retry.max_attempts = 100_000;
+        options.retry.attempts_max = 100_000;
         let act = |name: &str, _: &oncebox::Message| if name.starts_with('a') { fails() } else { Act::Done };
         let consumer = through.consumer(options, Does(act));
         let before = direct.effects().await.len();

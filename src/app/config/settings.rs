@@ -279,8 +279,7 @@ struct RetryTable {
     in_place: u32,
     #[serde(with = "span")]
     in_place_delay: Duration,
-    #[serde(rename = "attempts_max")]
-    max_attempts: u32,
+    attempts_max: u32,
     #[serde(with = "span")]
     base: Duration,
     #[serde(with = "span")]

@@ -8,7 +8,7 @@
 //! * A message that kills the process comes again as one of the first `max_in_flight` deliveries
 //!   that the inbox does not know, in a partition that was not closed cleanly, or with the
 //!   redelivered flag. So it is counted from its second delivery on, and it is dead after
-//!   `max_attempts` + 1 kills.
+//!   `attempts_max` + 1 kills.
 //! * After one death suspects run in batches, and one transaction counts their attempts: most of
 //!   them only happened to be in flight. A message that was counted and comes again was in flight
 //!   at a second death too. It runs alone, so that no other message is counted for its fault.

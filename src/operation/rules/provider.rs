@@ -293,10 +293,10 @@ impl Step {
     /// pause that the provider asked for and [`Step::Send`] do not depend on the number of
     /// attempts, for they leave nothing to find out. An unknown outcome never becomes a failure
     /// (O9).
-    pub(crate) fn within(self, attempts: u32, max_attempts: u32) -> Self {
+    pub(crate) fn within(self, attempts: u32, attempts_max: u32) -> Self {
         match self {
             Self::Settle(_) | Self::Operator(_) | Self::Send | Self::Wait { .. } => self,
-            _ if attempts >= max_attempts => Self::Operator(Gap::Attempts),
+            _ if attempts >= attempts_max => Self::Operator(Gap::Attempts),
             _ => self,
         }
     }

@@ -8,10 +8,10 @@ use proptest::prelude::*;
 fn policy() -> impl Strategy<Value = RetryPolicy> {
     let millis = |range: std::ops::Range<u64>| range.prop_map(Duration::from_millis);
     (0_u32..6, millis(0..2_000), 1_u32..40, millis(1..60_000), millis(0..3_600_000), 1.0_f64..8.0, 0.0_f64..=1.0)
-        .prop_map(|(in_place, in_place_delay, max_attempts, base, more, multiplier, jitter)| RetryPolicy {
+        .prop_map(|(in_place, in_place_delay, attempts_max, base, more, multiplier, jitter)| RetryPolicy {
             in_place,
             in_place_delay,
-            max_attempts,
+            attempts_max,
             base,
             cap: base + more,
             multiplier,
@@ -50,7 +50,7 @@ proptest! {
             spent += wait_of(decision);
             match decision {
                 Decision::Dead(death) => {
-                    prop_assert_eq!((death, failed), (ATTEMPTS, policy.max_attempts));
+                    prop_assert_eq!((death, failed), (ATTEMPTS, policy.attempts_max));
                     break;
                 }
                 Decision::InPlace(wait) => {
@@ -79,7 +79,7 @@ proptest! {
     /// Shown by: a multiplier that divided.
     #[test]
     fn waits_grow_with_the_attempts_where_chance_is_the_same(policy in policy(), chance in chance()) {
-        let waits = (policy.in_place + 1..policy.max_attempts).map(|failed| wait_of(policy.next(failed, Asked::Nothing, chance)));
+        let waits = (policy.in_place + 1..policy.attempts_max).map(|failed| wait_of(policy.next(failed, Asked::Nothing, chance)));
         let waits: Vec<Duration> = waits.collect();
         prop_assert!(waits.is_sorted(), "{:?}", waits);
     }
@@ -95,7 +95,7 @@ proptest! {
         let asked = Duration::from_millis(asked);
         let decision = policy.next(failed, Asked::After(asked), chance);
         let spent = Decision::Dead(ATTEMPTS);
-        let expected = if failed >= policy.max_attempts { spent } else { Decision::Wait(asked.min(policy.cap)) };
+        let expected = if failed >= policy.attempts_max { spent } else { Decision::Wait(asked.min(policy.cap)) };
         prop_assert_eq!(decision, expected);
         prop_assert_eq!(policy.next(failed, Asked::NoRetry, chance), Decision::Dead(TERMINAL));
     }

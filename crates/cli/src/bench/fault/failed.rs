@@ -68,7 +68,7 @@ async fn failed<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, count: usize) ->
     let before = bed.store.effects().await?;
     let mut options = ConsumerOptions::new(name, vec![topic.to_owned()]);
     options.retry.in_place = 0;
-    options.retry.max_attempts = 10_000;
+    options.retry.attempts_max = 10_000;
     (options.retry.base, options.retry.cap) = (RETRY, RETRY);
     let state = Arc::new(State::default());
     let mut running = Running::start(bed, options, Failing(Arc::clone(&state)));
