@@ -25,6 +25,7 @@
 #[cfg(all(feature = "mysql", feature = "operations"))]
 mod enqueue;
 pub(super) mod hosts;
+pub(super) mod rest;
 
 use std::borrow::BorrowMut;
 use std::fmt;
@@ -46,9 +47,10 @@ use sqlx::{
 };
 use sqlx_core::transaction::TransactionManager;
 use tokio::sync::Mutex;
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use self::hosts::{Hosts, Moved, Watch};
+use self::hosts::{Hosts, Moved};
 use crate::error::{StoreError, classify};
 use crate::outbox::enqueue::commit_error;
 use crate::task;
@@ -125,8 +127,9 @@ pub(super) struct BoundedPool<Db: Remote> {
     /// The statements that reset a session after a handler used it. None where the pool resets it
     /// at every return.
     reset: Option<Arc<str>>,
-    /// Switches between several hosts, as long as a clone of this pool exists.
-    watch: Option<Arc<Watch>>,
+    /// What attends to resting connections and switches between several hosts, as long as a clone
+    /// of this pool exists.
+    beside: Arc<JoinSet<()>>,
     /// What leaves a single host that takes no writes.
     moved: Option<Moved>,
 }
@@ -138,14 +141,15 @@ impl<Db: Remote> Clone for BoundedPool<Db> {
             answer_timeout: self.answer_timeout,
             pulse: Arc::clone(&self.pulse),
             reset: self.reset.clone(),
-            watch: self.watch.clone(),
+            beside: Arc::clone(&self.beside),
             moved: self.moved.clone(),
         }
     }
 }
 
-/// The options of every pool: connecting is bounded, and a connection that was idle is pinged
-/// before use. A ping before every use would cost a round trip.
+/// The options of every pool: connecting is bounded, a connection that was idle is pinged before
+/// use, and sqlx starts no task of its own (see [`rest`]). A ping before every use would cost a
+/// round trip.
 pub(super) fn pool_options<Db: Remote>(
     connections_max: u32,
     answer_timeout: Duration,
@@ -157,6 +161,9 @@ pub(super) fn pool_options<Db: Remote>(
         .max_connections(connections_max)
         .acquire_timeout(answer_timeout.min(CONNECT_MAX))
         .test_before_acquire(false)
+        .idle_timeout(None)
+        .max_lifetime(None)
+        .after_release(|_, connection| Box::pin(async move { Ok(!rest::is_old(&connection)) }))
         .before_acquire(move |connection: &mut Db::Connection, rest| {
             let is_elsewhere = moved.since().is_some_and(|since| rest.age > since);
             Box::pin(async move {
@@ -173,11 +180,22 @@ pub(super) fn pool_options<Db: Remote>(
 }
 
 impl<Db: Remote> BoundedPool<Db> {
-    pub(super) fn new(pool: Pool<Db>, answer_timeout: Duration, reset: Option<String>, hosts: Hosts<Db>) -> Self {
+    /// `rests_max`: a resting connection is touched after this time.
+    pub(super) fn new(
+        pool: Pool<Db>,
+        answer_timeout: Duration,
+        rests_max: Duration,
+        reset: Option<String>,
+        hosts: Hosts<Db>,
+    ) -> Self {
         let pulse = Arc::default();
         let moved = (!hosts.are_several()).then(|| hosts.moved());
-        let watch = Watch::start(hosts, pool.clone(), Arc::clone(&pulse)).map(Arc::new);
-        Self { pool, answer_timeout, pulse, reset: reset.map(Arc::from), watch, moved }
+        let mut beside = JoinSet::new();
+        beside.spawn(task::boxed(rest::attend(pool.clone(), rests_max, answer_timeout)));
+        if hosts.are_several() {
+            beside.spawn(task::boxed(hosts::watch(hosts, pool.clone(), Arc::clone(&pulse))));
+        }
+        Self { pool, answer_timeout, pulse, reset: reset.map(Arc::from), beside: Arc::new(beside), moved }
     }
 
     /// The pool as sqlx has it.

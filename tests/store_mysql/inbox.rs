@@ -290,6 +290,34 @@ async fn r28_a_begin_that_is_given_up_loses_no_later_write() {
     store.close().await;
 }
 
+// The task of sqlx that would close it can spin without end (`bounded::rest`). Shown by:
+// `max_lifetime` as sqlx has it; no task of ours, and the server ends the connection after 16 s.
+#[tokio::test]
+async fn r28_a_connection_that_rests_is_touched_before_the_server_ends_it() {
+    let Some(db) = Db::new("r28_a_connection_that_rests_is_touched_before_the_server_ends_it").await else { return };
+    let options = StoreOptions { handler_timeout: Duration::from_secs(1), ..StoreOptions::new(db.url.clone()) };
+    let store = MySqlStore::connect(&options).await.unwrap();
+    let options = store.pool().options();
+    let (lifetime, idle) = (options.get_max_lifetime(), options.get_idle_timeout());
+    assert_eq!((lifetime, idle, options.get_min_connections()), (None, None, 0));
+    let id: u64 = sqlx::query_scalar("select cast(connection_id() as unsigned)").fetch_one(store.pool()).await.unwrap();
+    let mut admin = db.app().await;
+    let mut longest = 0;
+    let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
+    // At least three seconds of rest that something has ended.
+    loop {
+        let rests = sqlx::query_scalar("select cast(time as signed) from information_schema.processlist where id = ?");
+        let rests: i64 = rests.bind(id).fetch_one(&mut admin).await.expect("the server ended it");
+        if longest >= 3 && rests < longest {
+            break;
+        }
+        longest = rests;
+        assert!(tokio::time::Instant::now() < deadline, "it rests for {longest} s");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    store.close().await;
+}
+
 // A planned failover behind one name: the former primary keeps its connections and takes no writes.
 // Shown by: using these connections as long as they live, which is half an hour.
 #[tokio::test(flavor = "multi_thread")]

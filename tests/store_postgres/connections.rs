@@ -43,6 +43,17 @@ async fn connections_that_died_in_the_pool_cost_no_transaction() {
     .await;
 }
 
+/// Such a task can spin without end (`bounded::rest`). Shown by: `max_lifetime` as sqlx has it.
+#[tokio::test]
+async fn the_pool_starts_no_task_of_sqlx() {
+    with_database("the_pool_starts_no_task_of_sqlx", |database| async move {
+        let options = database.store.pool().options();
+        let (lifetime, idle) = (options.get_max_lifetime(), options.get_idle_timeout());
+        assert_eq!((lifetime, idle, options.get_min_connections()), (None, None, 0));
+    })
+    .await;
+}
+
 /// A former primary keeps the connections of the pool. Shown by hearing only connections that go
 /// back to the pool: the relay takes its own out of it, and met the old ones one after the other.
 #[tokio::test]

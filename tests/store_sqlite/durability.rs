@@ -32,6 +32,15 @@ async fn every_connection_writes_ahead_and_syncs() {
     }
 }
 
+/// Such a task can spin without end (`bounded::rest`). Shown by: `max_lifetime` as sqlx has it.
+#[tokio::test]
+async fn the_pool_starts_no_task_of_sqlx() {
+    let trial = Trial::<SqliteFile>::start("no_task").await.unwrap();
+    let options = trial.store.pool().options();
+    let (lifetime, idle) = (options.get_max_lifetime(), options.get_idle_timeout());
+    assert_eq!((lifetime, idle, options.get_min_connections()), (None, None, 0));
+}
+
 /// R5: what is about to be published is on disk, even if its writer did not sync. SQLite syncs the
 /// whole log with a commit of its own, so the checkpoint must be one, also with nothing to mark.
 ///

@@ -17,7 +17,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use sqlx::{ConnectOptions, Connection, Pool};
-use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
 use super::{Bounded, Remote, silent};
@@ -162,28 +161,12 @@ async fn writable<Db: Remote>(options: &Options<Db>) -> Result<Db::Connection, W
     }
 }
 
-/// A task that checks the host and switches to another one; it ends when this is dropped.
-#[derive(Debug)]
-pub(in crate::store) struct Watch(AbortHandle);
-
-impl Drop for Watch {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
-
-impl Watch {
-    /// Starts the task; none where there is only one host.
-    pub(in crate::store) fn start<Db: Remote>(
-        hosts: Hosts<Db>,
-        pool: Pool<Db>,
-        pulse: Arc<tokio::sync::Mutex<Option<Bounded<Db>>>>,
-    ) -> Option<Self> {
-        hosts.are_several().then(|| Self(task::spawn(watch(hosts, pool, pulse)).abort_handle()))
-    }
-}
-
-async fn watch<Db: Remote>(mut hosts: Hosts<Db>, pool: Pool<Db>, pulse: Arc<tokio::sync::Mutex<Option<Bounded<Db>>>>) {
+/// Checks the host and switches to another one, until the pool is closed.
+pub(super) async fn watch<Db: Remote>(
+    mut hosts: Hosts<Db>,
+    pool: Pool<Db>,
+    pulse: Arc<tokio::sync::Mutex<Option<Bounded<Db>>>>,
+) {
     let mut kept: Option<Db::Connection> = None;
     while !pool.is_closed() {
         tokio::time::sleep(LOOK).await;

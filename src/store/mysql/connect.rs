@@ -16,6 +16,7 @@ use super::MySqlStore;
 use crate::error::{StoreError, redact};
 use crate::store::base::StoreOptions;
 use crate::store::bounded::hosts::Hosts;
+use crate::store::bounded::rest::is_old;
 use crate::store::bounded::{BoundedPool, lock_wait, pool_options};
 use crate::text::hosts::each;
 use crate::text::loopback::is_loopback;
@@ -32,9 +33,6 @@ pub(super) async fn connect(options: &StoreOptions) -> Result<MySqlStore, StoreE
     let (at_connect, at_release) = (format!("{session}{REMEMBER_ROLE}"), format!("rollback; {session}"));
     let reset = reset(&connect_options);
     let pool = pool_options(options.connections_max, answer_timeout, &hosts)
-        // Below `wait_timeout`, so that the pool closes an idle connection before the server
-        // does.
-        .idle_timeout(options.handler_timeout)
         .after_connect(move |connection: &mut MySqlConnection, _| {
             let session = at_connect.clone();
             Box::pin(async move {
@@ -42,14 +40,23 @@ pub(super) async fn connect(options: &StoreOptions) -> Result<MySqlStore, StoreE
                 Hosts::<MySql>::refuse_standby(are_several, connection).await
             })
         })
-        .after_release(move |connection: &mut MySqlConnection, _| {
+        .after_release(move |connection: &mut MySqlConnection, rest| {
             let session = at_release.clone();
-            Box::pin(async move { connection.execute(AssertSqlSafe(session)).await.map(|_| true) })
+            Box::pin(async move {
+                if is_old(&rest) {
+                    return Ok(false);
+                }
+                connection.execute(AssertSqlSafe(session)).await.map(|_| true)
+            })
         })
         .connect_lazy_with(connect_options);
     let lock_wait = lock_wait(options.handler_timeout);
     let statement_max = timeouts.statement;
-    Ok(MySqlStore { pool: BoundedPool::new(pool, answer_timeout, Some(reset), hosts), lock_wait, statement_max })
+    Ok(MySqlStore {
+        pool: BoundedPool::new(pool, answer_timeout, timeouts.wait / 2, Some(reset), hosts),
+        lock_wait,
+        statement_max,
+    })
 }
 
 /// Reads the hosts out of the URL.

@@ -22,6 +22,8 @@ use crate::text::loopback::is_loopback;
 /// By how much the server's timeouts exceed the handler timeout, and the answer timeout the
 /// server's.
 const MARGIN: Duration = Duration::from_secs(5);
+/// A connection that rests is touched after this time: before a firewall on the way forgets it.
+const RESTS_MAX: Duration = Duration::from_secs(3 * 60);
 /// Begins a transaction with the isolation of the session.
 pub(super) const BEGIN: &str = "begin";
 
@@ -43,7 +45,7 @@ pub(super) async fn connect(options: &StoreOptions) -> Result<PostgresStore, Sto
             })
         })
         .connect_lazy_with(connect);
-    let pool = BoundedPool::new(pool, answer_timeout, Some(reset), hosts);
+    let pool = BoundedPool::new(pool, answer_timeout, RESTS_MAX, Some(reset), hosts);
     Ok(PostgresStore {
         pool,
         handler_timeout: options.handler_timeout,

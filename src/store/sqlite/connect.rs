@@ -132,6 +132,9 @@ impl Base for SqliteStore {
         let pool = PoolOptions::new()
             .max_connections(options.connections_max)
             .test_before_acquire(false)
+            // No task of sqlx, which can spin (see `bounded::rest`): a file ends no connection.
+            .idle_timeout(None)
+            .max_lifetime(None)
             .after_connect(move |connection: &mut sqlx::SqliteConnection, _| {
                 let fresh = Arc::clone(&at_first);
                 if let Ok(now) = FileId::of(&at) {

@@ -111,7 +111,10 @@ fn a_setting_out_of_its_bounds_ends_the_program_that_uses_it() {
             format!("consumer = [{{ name = 'c', topics = ['t'], id = 'uuid', {on} }}]"),
             &["`uuid` is no id rule", "header:NAME"],
         ),
-        (format!("consumer = [{{ name = 'c', topics = ['t'], retry.attempts_max = 0, {on} }}]"), &["`c`", "retry", "`attempts_max`"]),
+        (
+            format!("consumer = [{{ name = 'c', topics = ['t'], retry.attempts_max = 0, {on} }}]"),
+            &["`c`", "retry", "`attempts_max`"],
+        ),
         (format!("consumer = [{{ name = 'c', topics = ['t', 't'], {on} }}]"), &["`c`", "topics", "`t`", "twice"]),
         (format!("consumer = [{{ name = 'c', topics = [''], {on} }}]"), &["`c`", "topics", "at least one character"]),
         (
