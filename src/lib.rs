@@ -88,7 +88,7 @@
 //! | `store`, `broker` | the names of all ports of databases; the port of brokers: they never see each other |
 //! | `operator` → `store/schema`, `store/statements` → `store/base` → `outbox/enqueue`, `operation/port` → `outbox/hint` → `outbox/port`, `email/port` → `inbox/port` | ports: what the work needs of a database |
 //! | `outbox/rules`, `operation/rules` → `inbox/rules` | what each subject decides: pure, no I/O, no clock |
-//! | `observe`, `flock`, `task`, `time`, `text`, `message` → `error` | metric names and health; turns at a SQLite file; tasks of the runtime; instants, leases, retries; hex and hosts; what travels; failures |
+//! | `observe`, `flock`, `time`, `text`, `message` → `task`, `error` | metric names and health; turns at a SQLite file; instants, leases, retries; hex and hosts; what travels; tasks of the runtime; failures |
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 // What is dead is judged with all features on: a smaller set leaves out callers of what is shared.

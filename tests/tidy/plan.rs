@@ -27,7 +27,7 @@ const ROWS: [&[&[&str]]; 10] = [
         &["inbox/port"],
     ],
     &[&["outbox/rules", "operation/rules"], &["inbox/rules"]],
-    &[&["observe", "flock", "task", "time", "text", "message"], &["error"]],
+    &[&["observe", "flock", "time", "text", "message"], &["task", "error"]],
 ];
 
 /// What talks to one database or one broker. Only `app` names them, and they do not name each
