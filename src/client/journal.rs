@@ -189,7 +189,11 @@ impl KeyJournal {
         blocking(&self.directory, move || {
             let mut pending = Vec::new();
             for path in files(&journal.directory, ENTRY)? {
-                pending.push(journal.read(&path)?);
+                match journal.read(&path) {
+                    // It was acknowledged meanwhile.
+                    Err(JournalError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
+                    read => pending.push(read?),
+                }
             }
             pending.sort_by_key(|one| one.first_sent_at);
             Ok(pending)

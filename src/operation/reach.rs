@@ -25,8 +25,9 @@ const EVERY: Duration = Duration::from_millis(250);
 const SIGN_MAX: Duration = Duration::from_secs(1);
 const TURN: Duration = Duration::from_millis(50);
 /// How long the store must be away before a request stops waiting for a task that needs it. A task
-/// that has not begun reports the outage itself within this time.
-const GRACE: Duration = Duration::from_millis(250);
+/// that has not begun reports the outage itself within this time: it is longer than any pause
+/// between two tries of a begin.
+const GRACE: Duration = Duration::from_millis(500);
 const PART: &str = "operations";
 
 /// Why the store is away; `None`: it answers.

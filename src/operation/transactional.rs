@@ -135,8 +135,8 @@ impl<S: Operations + Base> Engine<S> {
     /// `OPERATION_FAILED`.
     ///
     /// # Cancel safety
-    /// Dropped, the operation continues in its own task, and a retry with the same key finds its
-    /// outcome.
+    /// Dropped before the operation has begun: nothing happened. Dropped later: it continues in its
+    /// own task, and a retry with the same key finds its outcome.
     pub async fn execute_transactional<C, F>(
         &self,
         endpoint: &Registered,
@@ -166,20 +166,7 @@ impl<S: Operations + Base> Engine<S> {
         };
         let handler = Box::new(Typed { command, handler, of: PhantomData });
         let execution = Execution { store: Arc::clone(self.store()) as Arc<dyn Operations>, front, handler };
-        // Made before the future is boxed: a large future would be moved at each step of its start.
-        let under_way = execution.front.under_way();
-        match self.attended(self.spawn(execution.run(begin, unseen))).await {
-            Some(Ok(answered)) => answered,
-            // The operation continues; the next request with this key finds its outcome.
-            None => {
-                under_way.note(Noted::CommitUnknown);
-                under_way.problem(Code::CommitUnknown)
-            }
-            Some(Err(error)) => {
-                tracing::error!(operation = %endpoint.operation(), %error, "a transactional operation failed");
-                Answered::Problem(super::Problem::new(Code::CommitUnknown))
-            }
-        }
+        Box::new(execution).answered(begin, unseen).await
     }
 }
 
@@ -222,52 +209,84 @@ struct Execution {
     handler: Box<dyn Handle>,
 }
 
+/// What a task that was to execute comes back with.
+enum Ran {
+    Answer(Answered),
+    /// Nothing was begun here: the record says what follows.
+    Turn(Box<Execution>),
+    /// The outcome of this run is stored: the record has the answer.
+    Stored(Box<Execution>),
+}
+
 impl Execution {
+    /// Executes in a task of its own, which goes on if the request is dropped. The turns are taken
+    /// here: a request that waits for another run has begun nothing, and may be dropped.
+    ///
     /// `unseen`: the key is probably new, and its record was not read.
-    async fn run(mut self, mut begin: Box<Begin>, unseen: bool) -> Answered {
-        let engine = self.front.engine.clone();
-        let mut place = engine.inner.admission.at_once(self.front.endpoint.operation());
+    async fn answered(mut self: Box<Self>, mut begin: Box<Begin>, mut unseen: bool) -> Answered {
+        loop {
+            let (engine, operation_id) = (self.front.engine.clone(), begin.claim.operation_id);
+            // Made before the future is boxed: a large future would be moved at each step of its
+            // start.
+            let under_way = self.front.under_way();
+            let is_stored;
+            (self, is_stored) = match engine.attended(engine.spawn(self.run(begin, unseen))).await {
+                Some(Ok(Ran::Answer(answered))) => return answered,
+                Some(Ok(Ran::Turn(execution))) => (execution, false),
+                Some(Ok(Ran::Stored(execution))) => (execution, true),
+                // The operation continues; the next request with this key finds its outcome.
+                None => {
+                    under_way.note(Noted::CommitUnknown);
+                    return under_way.problem(Code::CommitUnknown);
+                }
+                Some(Err(error)) => {
+                    tracing::error!(operation = %under_way.endpoint.operation(), %error, "a transactional operation failed");
+                    return under_way.problem(Code::CommitUnknown);
+                }
+            };
+            (begin, unseen) = match self.front.claim_or_answer().await {
+                Ok(begin) => (begin, false),
+                Err(answered) if is_stored => return self.front.of_stored(operation_id, *answered),
+                Err(answered) => return *answered,
+            };
+        }
+    }
+
+    async fn run(mut self: Box<Self>, begin: Box<Begin>, unseen: bool) -> Ran {
+        let place = self.front.engine.inner.admission.at_once(self.front.endpoint.operation());
         let mut claimed = None;
         if unseen {
             // Without a place, the record is read instead: a stored answer needs no place.
             if place.is_some() {
                 claimed = match self.claim_unseen(&begin).await {
                     Ok(claimed) => claimed,
-                    Err(error) => return self.front.store_failed("claim", &error),
+                    Err(error) => return Ran::Answer(self.front.store_failed("claim", &error)),
                 };
             }
             if claimed.is_none() {
-                drop((begin, place.take()));
-                begin = match self.front.claim_or_answer().await {
-                    Ok(begin) => begin,
-                    Err(answered) => return *answered,
-                };
+                return Ran::Turn(self);
             }
         }
-        loop {
-            let held = match place.take() {
-                Some(place) => place,
-                None => match self.front.place().await {
-                    Ok(place) => place,
-                    Err(answered) => return *answered,
-                },
-            };
-            match self.tries(&begin, claimed.take()).await {
-                Tried::Done(reply) => return self.front.first(begin.entry.ran(), reply),
-                Tried::Answer(answered) => return answered,
-                Tried::Again(stage, error) => return self.front.store_failed(stage, &error),
-                Tried::Refused => self.front.refused(begin),
-                Tried::Stored => {
-                    drop(begin);
-                    self.front.look_again();
-                }
+        // Returned at the end: a request that waits for another run must hold no place.
+        let _place = match place {
+            Some(place) => place,
+            None => match self.front.place().await {
+                Ok(place) => place,
+                Err(answered) => return Ran::Answer(*answered),
+            },
+        };
+        match self.tries(&begin, claimed).await {
+            Tried::Done(reply) => Ran::Answer(self.front.first(begin.entry.ran(), reply)),
+            Tried::Answer(answered) => Ran::Answer(answered),
+            Tried::Again(stage, error) => Ran::Answer(self.front.store_failed(stage, &error)),
+            Tried::Refused => {
+                self.front.refused(begin);
+                Ran::Turn(self)
             }
-            // A request that waits for another run must hold no place.
-            drop(held);
-            begin = match self.front.claim_or_answer().await {
-                Ok(begin) => begin,
-                Err(answered) => return *answered,
-            };
+            Tried::Stored => {
+                self.front.look_again();
+                Ran::Stored(self)
+            }
         }
     }
 

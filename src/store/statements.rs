@@ -12,11 +12,13 @@ use chrono::{DateTime, Utc};
 use crate::error::StoreError;
 use crate::store::base::Base;
 
+#[cfg(feature = "mysql")]
+pub(crate) use named::Piece;
 #[cfg(feature = "consumer")]
 pub(crate) use named::ends_transaction;
 #[cfg(feature = "postgres")]
 pub(crate) use named::first_word;
-pub(crate) use named::{Piece, names, split, written};
+pub(crate) use named::{names, split, written};
 
 /// How a database writes strings, names and comments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -188,3 +188,26 @@ async fn o27_an_entry_that_cannot_be_read_is_not_passed_over_and_an_unfinished_o
     let error = journal.pending().await.unwrap_err();
     assert!(matches!(error, JournalError::Unreadable { .. }), "{error}");
 }
+
+// Shown to fail: with the error that the file is gone, which hid all others.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn o27_what_is_acknowledged_while_the_journal_is_read_hides_nothing_else() {
+    let directory = tempfile::tempdir().unwrap();
+    let journal = KeyJournal::open(directory.path(), Bodies::Digest).unwrap();
+    let server = Server::start([]).await;
+    let client = client().with_journal(journal.clone());
+    client.send(&server.request().with_key("order-that-stays-0123456789").unwrap()).await.unwrap();
+    let busy = tokio::spawn(async move {
+        for number in 0..200 {
+            let key = format!("order-{number}-0123456789abcdef");
+            let answer = client.send(&server.request().with_key(&key).unwrap()).await.unwrap();
+            client.acknowledge(&answer.key).await.unwrap();
+        }
+    });
+    while !busy.is_finished() {
+        let pending = journal.pending().await.unwrap();
+        assert!(pending.iter().any(|one| one.key.as_str() == "order-that-stays-0123456789"));
+    }
+    busy.await.unwrap();
+    assert_eq!(journal.pending().await.unwrap().len(), 1);
+}

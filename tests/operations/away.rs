@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use oncebox::operation::Code;
+use oncebox::operation::{Code, Route, WhileRunning};
 
 use super::crowd::door;
 use super::kit::*;
@@ -125,11 +125,13 @@ mod crowded {
     use super::{
         slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon,
         what_waits_for_a_place_when_the_database_goes_away_has_not_begun,
+        what_waits_for_another_process_when_the_database_goes_away_has_not_begun,
     };
 
     crate::kit::on_servers!(
         slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon,
         what_waits_for_a_place_when_the_database_goes_away_has_not_begun,
+        what_waits_for_another_process_when_the_database_goes_away_has_not_begun,
     );
 }
 
@@ -209,4 +211,32 @@ async fn what_waits_for_a_place_when_the_database_goes_away_has_not_begun<S: Sql
         problem(asked.await.unwrap(), Code::CommitUnknown);
     }
     assert_eq!((gate.calls(), count(&url, "select count(*) from effect").await), (3, 0));
+}
+
+// Shown to fail: with a wait in the task of a run, because its request then gets 503
+// `IDEMPOTENCY_COMMIT_UNKNOWN`, unless it happens to look again a moment after the cut.
+async fn what_waits_for_another_process_when_the_database_goes_away_has_not_begun<S: Sql>(direct: World<S>) {
+    let (url, proxy) = network(direct.url.clone()).await;
+    let through = World { url: proxy.url.clone(), ..direct.clone() }.with_pool_of(10).await;
+    let (lease, timeout) = (Duration::from_secs(120), Duration::from_secs(90));
+    let route = Route { while_running: WhileRunning::Wait, wait_max: SOON, lease, timeout, ..same_tx() };
+    let gate = Gate::closed();
+    let runs = running(&direct, &direct.protect(route.clone()), K1, &gate);
+    gate.begun().await;
+    let sent = proxy.requests();
+    let waiting: Vec<_> = (0..8)
+        .map(|_| {
+            let process = through.another_process();
+            running(&process, &process.protect(route.clone()), K1, &gate)
+        })
+        .collect();
+    // Each of them has made its claim in vain, and rests half a second between two looks.
+    until("they wait", || async { proxy.requests() >= sent + 8 * 80 }).await;
+    proxy.fails(Failure::Cut);
+    for asked in waiting {
+        problem(asked.await.unwrap(), Code::StoreUnavailable);
+    }
+    gate.let_go();
+    first(runs.await.unwrap());
+    assert_eq!((gate.calls(), count(&url, "select count(*) from effect").await), (1, 1));
 }

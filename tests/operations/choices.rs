@@ -251,12 +251,12 @@ async fn m22_listed_headers_belong_to_the_command_and_no_others() {
 }
 
 // A deploy between a request and its retry. Shown by: counting the header from the first version
-// on.
+// on; reading no newer version than the oldest of all counted headers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m24_a_header_that_a_route_counts_from_today_on_refuses_no_retry_of_yesterday() {
     let (world, gate) = (sqlite().await, Gate::open());
     let counts = |write_version| {
-        let counts_headers = vec![("X-Api-Version".to_owned(), 2)];
+        let counts_headers = vec![("X-Api-Version".to_owned(), 2), ("X-Other".to_owned(), 1)];
         Endpoint::raw("put", Route { counts_headers, write_version, ..edge() })
     };
     let serves = async |world: World<SqliteStore>, endpoint| layered(&world, endpoint, &gate).await + "/put";

@@ -2,7 +2,9 @@
 //! their transaction ended. One that was rolled back runs again; one that its handler had committed
 //! by itself goes to an operator, and its effect is there once.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use oncebox::operation::{Code, Stage};
 use oncebox::store::StoreOptions;
@@ -176,6 +178,50 @@ behind_a_network! {
         |direct, behind| runs_again(direct, behind, 1, LOCAL, At::Request(1));
     o9_a_phase_behind_an_effect_that_was_cut_off_runs_again:
         |direct, behind| runs_again(direct, behind, 0, SETTLED, At::Request(1));
+}
+
+/// A provider is called, and the database is away when the time of the request is over.
+async fn is_pending_while_the_database_is_away<S: Rows>(direct: S, (through, proxy): (S, Proxy)) {
+    let (told, held) = Scripted::default().timeout(SOON).held(done());
+    let service = Arc::new(Service::start(&through, &Plan::new(KEY).long_lease(), told.clone()).await);
+    let asking = Arc::clone(&service);
+    let asked = tokio::spawn(async move { asking.ask_once(ONE, 700, Duration::from_secs(3)).await });
+    held.reached().await;
+    proxy.fails(Failure::Cut);
+    let answered = asked.await.unwrap();
+    assert_eq!(code(&answered), Some(Code::RecoveryPending), "{answered:?}");
+    assert_eq!(direct.number("select count(*) from payment").await, 1);
+    proxy.works();
+    held.go_on();
+    let (reply, _) = service.ask_until_known(ONE, 700).await;
+    assert_eq!((reply.status, told.arrived().len()), (201, 1));
+    service.ended_once("settled").await;
+}
+
+/// Its handler commits, and the database cannot be told at once that nobody knows how it ended.
+async fn a_first_phase_is_parked_later<S: Rows>(direct: S, (through, proxy): (S, Proxy)) {
+    let plan = Plan::new(KEY).short_lease();
+    plan.trouble.first_commits.store(1, Ordering::SeqCst);
+    let told = Scripted::default().answers(done());
+    let service = Service::start(&through, &plan, told.clone()).await;
+    proxy.fail_at("", "set state = coalesce", 0, When::BeforeRequest, Failure::Cut);
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::TransactionEnded));
+    assert!(proxy.has_failed(), "it was cut");
+    let worker = service.recover();
+    assert_eq!(service.is_parked().await, "first-phase-ended-its-transaction");
+    worker.stop().await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::OutcomeUnknown));
+    assert_eq!((direct.number("select count(*) from payment").await, told.arrived().len()), (1, 0));
+}
+
+// Shown to fail: with the answer that the store is away, which says that the request did nothing.
+mod says_what_happened {
+    use super::*;
+
+    behind_a_network! {
+        g12_a_request_whose_operation_is_stored_is_not_told_that_it_did_nothing: is_pending_while_the_database_is_away;
+        o1_a_first_phase_that_committed_is_told_so_although_it_cannot_be_parked: a_first_phase_is_parked_later;
+    }
 }
 
 mod tables {

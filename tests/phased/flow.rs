@@ -142,6 +142,8 @@ impl Adapter for Shared {
 pub(crate) struct Trouble {
     /// The first phase ends its transaction, and writes on.
     pub(crate) first_rolls_back: Arc<AtomicU32>,
+    /// The first phase commits by itself, and says that all is well.
+    pub(crate) first_commits: Arc<AtomicU32>,
     /// A phase of ours fails with a transient error.
     pub(crate) local_busy: Arc<AtomicU32>,
     /// Two operations take what the other wants.
@@ -256,6 +258,9 @@ impl<S: Rows, P: Adapter> FirstPhase<S, Charge> for Begin<P> {
         if takes_one(&self.trouble.first_rolls_back) {
             S::run(phase.connection(), "rollback".to_owned()).await?;
             S::run(phase.connection(), "insert into step (name) values ('after')".to_owned()).await?;
+        }
+        if takes_one(&self.trouble.first_commits) {
+            S::run(phase.connection(), self.trouble.commit()).await?;
         }
         match amount {
             1 => {

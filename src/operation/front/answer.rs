@@ -39,6 +39,17 @@ impl Front {
         Answered::Problem(problem)
     }
 
+    /// The answer to a request that stored its operation, or drove it. That the store does not
+    /// answer now, or that another process has the operation, does not undo what it did.
+    pub(in crate::operation) fn of_stored(&self, operation_id: Uuid, answered: Answered) -> Answered {
+        match answered {
+            Answered::Problem(Problem { code: Code::InProgress | Code::StoreUnavailable, .. }) => {
+                self.pending(operation_id)
+            }
+            answered => answered,
+        }
+    }
+
     /// The answer of a run that has ended in this process, for its own request.
     pub(crate) fn first(&self, begin_ran: Duration, reply: Reply) -> Answered {
         self.engine.has_run(self.endpoint.operation(), begin_ran);

@@ -117,12 +117,22 @@ impl PhasedEngine {
         };
         let command: AnyCommand = command;
         let (began, until) = (Instant::now(), tokio::time::Instant::now() + budget.min(LONGEST));
+        // The operation that this request found, and may have driven.
+        let mut driven = None;
         loop {
             match front.turn().await {
-                Turn::Answer(answered) => return answered,
+                Turn::Answer(answered) => {
+                    return match driven {
+                        Some(operation_id) => front.of_stored(operation_id, answered),
+                        None => answered,
+                    };
+                }
                 Turn::Unkeyed => return front.no_use_of_keys(),
                 Turn::Recover(record) => match engine.reach().within(self.recover(&record, until)).await {
-                    Ok(Recovered::Look) => front.look_again(),
+                    Ok(Recovered::Look) => {
+                        driven = Some(record.operation_id);
+                        front.look_again();
+                    }
                     Ok(Recovered::Pending) => return front.pending(record.operation_id),
                     Ok(Recovered::Unknown) => return front.problem(Code::OutcomeUnknown),
                     // The operation exists; an outage of the store does not undo what it did.
@@ -167,7 +177,7 @@ impl PhasedEngine {
                     match opened {
                         Opened::Refused(begin) => front.refused(begin),
                         Opened::Replied(reply) => return front.first(began.elapsed(), reply),
-                        Opened::Look => front.look_again(),
+                        Opened::Look => return self.stands(&mut front, operation_id).await,
                         Opened::Problem(code) => return front.problem(code),
                         Opened::Driving(driving) => {
                             if let Some(answered) = wait(&front, driving, until, began).await {
@@ -182,16 +192,15 @@ impl PhasedEngine {
         }
     }
 
-    /// The answer for an operation that continues without its first request.
+    /// The answer to the first request of an operation that is stored, or continues without it.
     async fn stands(&self, front: &mut Front, operation_id: Uuid) -> Answered {
         front.look_again();
         match front.turn().await {
-            Turn::Answer(Answered::Problem(problem)) if problem.code == Code::InProgress => front.pending(operation_id),
-            Turn::Answer(answered) => answered,
+            Turn::Answer(answered) => front.of_stored(operation_id, answered),
             Turn::Recover(record) => front.pending(record.operation_id),
             Turn::Unkeyed | Turn::Begin(_) => {
                 tracing::error!(operation = %operation_id, "an operation is gone that was just there");
-                front.problem(Code::StoreUnavailable)
+                front.pending(operation_id)
             }
         }
     }

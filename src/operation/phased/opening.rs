@@ -240,7 +240,10 @@ impl Opening {
                 }
             }
             Aftermath::MarkUnknown => {
-                store.park(driven, FIRST_ENDED).await?;
+                if let Err(error) = store.park(driven, FIRST_ENDED).await {
+                    // Whoever takes it over after its lease parks it: it has no point to go on at.
+                    tracing::error!(operation = %driven.operation_id, %error, "an operation that ended its transaction could not be parked yet");
+                }
             }
             Aftermath::Ended => {}
         }
