@@ -320,8 +320,8 @@ async fn r28_a_connection_that_rests_is_touched_before_the_server_ends_it() {
     store.close().await;
 }
 
-// A firewall on the way has forgotten the connection, so nothing arrives. Shown by: a touch that may
-// take as long as a statement; the one place of the pool is taken for 36 s.
+// A firewall on the way has forgotten the connection, so nothing arrives. Shown by: a touch that
+// may take as long as a statement; the one place of the pool is taken for 36 s.
 #[tokio::test(flavor = "multi_thread")]
 async fn r28_a_resting_connection_that_is_silent_keeps_its_place_for_seconds() {
     let Some(db) = Db::new("r28_a_resting_connection_that_is_silent_keeps_its_place_for_seconds").await else { return };

@@ -28,8 +28,8 @@ pub(in crate::store) fn is_old(connection: &PoolConnectionMetadata) -> bool {
     connection.age > LIVES_MAX
 }
 
-/// Touches every resting connection once in `every`, until the pool is closed. A touch takes a place
-/// of the pool, which may have only one, so it may take `touch_max` at most.
+/// Touches every resting connection once in `every`, until the pool is closed. A touch takes a
+/// place of the pool, which may have only one, so it may take `touch_max` at most.
 pub(super) async fn attend<Db: Remote>(pool: Pool<Db>, every: Duration, touch_max: Duration) {
     while !pool.is_closed() {
         sleep(every).await;
