@@ -8,6 +8,9 @@
 
 mod support;
 
+#[path = "support/proxy.rs"]
+mod proxy;
+
 #[path = "store_mysql/check.rs"]
 mod check;
 #[path = "store_mysql/conformance.rs"]

@@ -191,7 +191,7 @@ impl<Db: Remote> BoundedPool<Db> {
         let pulse = Arc::default();
         let moved = (!hosts.are_several()).then(|| hosts.moved());
         let mut beside = JoinSet::new();
-        beside.spawn(task::boxed(rest::attend(pool.clone(), rests_max, answer_timeout)));
+        beside.spawn(task::boxed(rest::attend(pool.clone(), rests_max, answer_timeout.min(SIGN_OF_LIFE_MAX))));
         if hosts.are_several() {
             beside.spawn(task::boxed(hosts::watch(hosts, pool.clone(), Arc::clone(&pulse))));
         }

@@ -1,7 +1,7 @@
 //! The inbox on this database: what `insert ignore` may hide (R24), what ends a transaction here
 //! (R23), deadlocks (A8), sessions that come back to the pool (R23, R28).
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use oncebox::message::MessageId;
 use oncebox::store::mysql::MySqlStore;
@@ -9,7 +9,9 @@ use oncebox::store::{Base, Inbox, InboxEntry, InboxTx, Proof, Schema, StoreOptio
 use oncebox::{StoreError, message::ContentHash};
 use sqlx::{AssertSqlSafe, MySqlConnection};
 
-use crate::fixture::{Db, PrivateServer, execute};
+use crate::fixture::{DEADLINE, Db, PrivateServer, execute};
+use crate::proxy::{Failure, Proxy, When};
+use crate::support::eventually;
 
 const HASH: ContentHash = [7; 16];
 
@@ -315,6 +317,28 @@ async fn r28_a_connection_that_rests_is_touched_before_the_server_ends_it() {
         assert!(tokio::time::Instant::now() < deadline, "it rests for {longest} s");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
+    store.close().await;
+}
+
+// A firewall on the way has forgotten the connection, so nothing arrives. Shown by: a touch that
+// may take as long as a statement; the one place of the pool is taken for 36 s.
+#[tokio::test(flavor = "multi_thread")]
+async fn r28_a_resting_connection_that_is_silent_keeps_its_place_for_seconds() {
+    let Some(db) = Db::new("r28_a_resting_connection_that_is_silent_keeps_its_place_for_seconds").await else { return };
+    let proxy = Proxy::before(&db.url, "ssl-mode=disabled");
+    let handler_timeout = Duration::from_secs(1);
+    let options = StoreOptions { handler_timeout, connections_max: 1, ..StoreOptions::new(proxy.url.clone()) };
+    let store = MySqlStore::connect(&options).await.unwrap();
+    let id =
+        async || sqlx::query_scalar::<_, u64>("select cast(connection_id() as unsigned)").fetch_one(store.pool()).await;
+    let before = id().await.unwrap();
+    let resting = async |count| (store.pool().num_idle() == count).then_some(());
+    eventually("it rests", DEADLINE, async || resting(1).await).await;
+    proxy.fail_at("", "rollback", 0, When::BeforeRequest, Failure::Silence);
+    eventually("it is touched", DEADLINE, async || proxy.has_failed().then_some(())).await;
+    let touched = Instant::now();
+    let after = id().await.unwrap();
+    assert!(after != before && touched.elapsed() < Duration::from_secs(15), "after {:?}", touched.elapsed());
     store.close().await;
 }
 

@@ -20,20 +20,24 @@ use super::Remote;
 /// How long a connection is used, as sqlx has it by default.
 const LIVES_MAX: Duration = Duration::from_secs(30 * 60);
 
+/// A connection that rests is touched after this time: before a firewall on the way forgets it.
+pub(in crate::store) const RESTS_MAX: Duration = Duration::from_secs(3 * 60);
+
 /// Whether a connection that comes back is too old to be used again.
 pub(in crate::store) fn is_old(connection: &PoolConnectionMetadata) -> bool {
     connection.age > LIVES_MAX
 }
 
-/// Touches every resting connection once in `every`, until the pool is closed.
-pub(super) async fn attend<Db: Remote>(pool: Pool<Db>, every: Duration, answer_timeout: Duration) {
+/// Touches every resting connection once in `every`, until the pool is closed. A touch takes a
+/// place of the pool, which may have only one, so it may take `touch_max` at most.
+pub(super) async fn attend<Db: Remote>(pool: Pool<Db>, every: Duration, touch_max: Duration) {
     while !pool.is_closed() {
         sleep(every).await;
         for _ in 0..pool.size() {
             // The one that has rested longest; it comes back behind the others.
             let Some(mut resting) = pool.try_acquire() else { break };
             // The return pings. Where no answer comes, the connection is closed with this future.
-            let _ = timeout(answer_timeout, resting.return_to_pool()).await;
+            let _ = timeout(touch_max, resting.return_to_pool()).await;
         }
     }
 }

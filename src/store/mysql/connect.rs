@@ -16,7 +16,7 @@ use super::MySqlStore;
 use crate::error::{StoreError, redact};
 use crate::store::base::StoreOptions;
 use crate::store::bounded::hosts::Hosts;
-use crate::store::bounded::rest::is_old;
+use crate::store::bounded::rest::{RESTS_MAX, is_old};
 use crate::store::bounded::{BoundedPool, lock_wait, pool_options};
 use crate::text::hosts::each;
 use crate::text::loopback::is_loopback;
@@ -53,7 +53,7 @@ pub(super) async fn connect(options: &StoreOptions) -> Result<MySqlStore, StoreE
     let lock_wait = lock_wait(options.handler_timeout);
     let statement_max = timeouts.statement;
     Ok(MySqlStore {
-        pool: BoundedPool::new(pool, answer_timeout, timeouts.wait / 2, Some(reset), hosts),
+        pool: BoundedPool::new(pool, answer_timeout, timeouts.rests(), Some(reset), hosts),
         lock_wait,
         statement_max,
     })
@@ -130,6 +130,12 @@ impl Timeouts {
         let seconds = |more| handler + Duration::from_secs(more);
         Self { statement: seconds(5), wait: seconds(15), lock_wait: seconds(30), answer: seconds(35) }
     }
+
+    /// How long a connection rests in the pool: neither the server nor a firewall takes it for
+    /// dead.
+    fn rests(&self) -> Duration {
+        (self.wait / 2).min(RESTS_MAX)
+    }
 }
 
 /// The settings of every connection, in one packet. They override the server's defaults and the
@@ -202,6 +208,13 @@ mod tests {
         let options = StoreOptions { handler_timeout, ..StoreOptions::new("mysql://localhost/x") };
         let error = connect(&options).await.unwrap_err().to_string();
         assert!(error.contains("`handler_timeout` must be at most 100 years"), "{error}");
+    }
+
+    // Shown by: half of `wait` alone, which is half an hour for handlers of an hour.
+    #[test]
+    fn r28_a_connection_rests_for_three_minutes_at_most_however_long_handlers_may_run() {
+        let rests = |handler_timeout| Timeouts::above(Duration::from_secs(handler_timeout)).rests();
+        assert_eq!((rests(30), rests(3_600)), (Duration::from_millis(22_500), RESTS_MAX));
     }
 
     // Shown to fail by keeping the TLS mode where the host is loopback: then the authority was not

@@ -15,6 +15,7 @@ use super::PostgresStore;
 use crate::error::{StoreError, redact};
 use crate::store::base::StoreOptions;
 use crate::store::bounded::hosts::Hosts;
+use crate::store::bounded::rest::RESTS_MAX;
 use crate::store::bounded::{BoundedPool, pool_options};
 use crate::text::hosts::each;
 use crate::text::loopback::is_loopback;
@@ -22,8 +23,6 @@ use crate::text::loopback::is_loopback;
 /// By how much the server's timeouts exceed the handler timeout, and the answer timeout the
 /// server's.
 const MARGIN: Duration = Duration::from_secs(5);
-/// A connection that rests is touched after this time: before a firewall on the way forgets it.
-const RESTS_MAX: Duration = Duration::from_secs(3 * 60);
 /// Begins a transaction with the isolation of the session.
 pub(super) const BEGIN: &str = "begin";
 
