@@ -12,7 +12,7 @@ use chrono::{DateTime, Utc};
 use crate::error::StoreError;
 use crate::store::base::Base;
 
-#[cfg(feature = "mysql")]
+#[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) use named::Piece;
 #[cfg(feature = "consumer")]
 pub(crate) use named::ends_transaction;

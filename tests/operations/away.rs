@@ -213,8 +213,9 @@ async fn what_waits_for_a_place_when_the_database_goes_away_has_not_begun<S: Sql
     assert_eq!((gate.calls(), count(&url, "select count(*) from effect").await), (3, 0));
 }
 
-// Shown to fail: with a wait in the task of a run, because its request then gets 503
-// `IDEMPOTENCY_COMMIT_UNKNOWN`, unless it happens to look again a moment after the cut.
+// Shown to fail: with a wait in the task of a run, and a grace for such a task (`reach`) that is
+// shorter than the pause between two looks, because the request then gets 503
+// `IDEMPOTENCY_COMMIT_UNKNOWN`.
 async fn what_waits_for_another_process_when_the_database_goes_away_has_not_begun<S: Sql>(direct: World<S>) {
     let (url, proxy) = network(direct.url.clone()).await;
     let through = World { url: proxy.url.clone(), ..direct.clone() }.with_pool_of(10).await;
@@ -224,14 +225,16 @@ async fn what_waits_for_another_process_when_the_database_goes_away_has_not_begu
     let runs = running(&direct, &direct.protect(route.clone()), K1, &gate);
     gate.begun().await;
     let sent = proxy.requests();
-    let waiting: Vec<_> = (0..8)
+    let waiting: Vec<_> = (0..4)
         .map(|_| {
             let process = through.another_process();
             running(&process, &process.protect(route.clone()), K1, &gate)
         })
         .collect();
-    // Each of them has made its claim in vain, and rests half a second between two looks.
-    until("they wait", || async { proxy.requests() >= sent + 8 * 80 }).await;
+    // Each of them has made its claim in vain, and rests half a second between two looks. On a
+    // machine without time for the signs of life one may have its answer already: the same one.
+    let is_answered = || waiting.iter().any(tokio::task::JoinHandle::is_finished);
+    until("they wait", || async { proxy.requests() >= sent + 4 * 80 || is_answered() }).await;
     proxy.fails(Failure::Cut);
     for asked in waiting {
         problem(asked.await.unwrap(), Code::StoreUnavailable);
