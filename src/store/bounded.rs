@@ -149,10 +149,11 @@ impl<Db: Remote> Clone for BoundedPool<Db> {
 
 /// The options of every pool: connecting is bounded, a connection that was idle is pinged before
 /// use, and sqlx starts no task of its own (see [`rest`]). A ping before every use would cost a
-/// round trip.
+/// round trip. `at_release`: statements that a connection runs before it is used again.
 pub(super) fn pool_options<Db: Remote>(
     connections_max: u32,
     answer_timeout: Duration,
+    at_release: Option<String>,
     hosts: &Hosts<Db>,
 ) -> sqlx::pool::PoolOptions<Db> {
     let moved = hosts.moved();
@@ -163,7 +164,18 @@ pub(super) fn pool_options<Db: Remote>(
         .test_before_acquire(false)
         .idle_timeout(None)
         .max_lifetime(None)
-        .after_release(|_, connection| Box::pin(async move { Ok(!rest::is_old(&connection)) }))
+        .after_release(move |connection: &mut Db::Connection, rest| {
+            let at_release = at_release.clone();
+            Box::pin(async move {
+                if rest::is_old(&rest) {
+                    return Ok(false);
+                }
+                if let Some(statements) = at_release {
+                    run::<Db>(connection, statements).await?;
+                }
+                Ok(true)
+            })
+        })
         .before_acquire(move |connection: &mut Db::Connection, rest| {
             let is_elsewhere = moved.since().is_some_and(|since| rest.age > since);
             Box::pin(async move {
@@ -470,15 +482,17 @@ impl<Db: Remote> Drop for Bounded<Db> {
     }
 }
 
+/// Runs statements of ours on a plain connection, and reads their answers to the end.
+async fn run<Db: Remote>(connection: &mut Db::Connection, statements: String) -> sqlx::Result<()> {
+    let mut parts = Db::send(connection, sqlx::raw_sql(sqlx::AssertSqlSafe(statements)));
+    while parts.try_next().await?.is_some() {}
+    Ok(())
+}
+
 /// Resets the session and returns the connection to its pool; closes it where that fails or takes
 /// too long.
 async fn give_back<Db: Remote>(mut connection: PoolConnection<Db>, reset: Arc<str>, limit: Duration) {
-    let set_back = async {
-        let mut parts = Db::send(&mut connection, sqlx::raw_sql(sqlx::AssertSqlSafe(reset.to_string())));
-        while parts.try_next().await?.is_some() {}
-        Ok::<(), sqlx::Error>(())
-    };
-    match timeout(limit, set_back).await {
+    match timeout(limit, run::<Db>(&mut connection, reset.to_string())).await {
         Ok(Ok(())) => drop(timeout(limit, connection.return_to_pool()).await),
         failed => {
             // Each one costs a new connection; where it is every one, a person should know.

@@ -24,7 +24,7 @@ const LIVES_MAX: Duration = Duration::from_secs(30 * 60);
 pub(in crate::store) const RESTS_MAX: Duration = Duration::from_secs(3 * 60);
 
 /// Whether a connection that comes back is too old to be used again.
-pub(in crate::store) fn is_old(connection: &PoolConnectionMetadata) -> bool {
+pub(super) fn is_old(connection: &PoolConnectionMetadata) -> bool {
     connection.age > LIVES_MAX
 }
 

@@ -16,7 +16,7 @@ use super::MySqlStore;
 use crate::error::{StoreError, redact};
 use crate::store::base::StoreOptions;
 use crate::store::bounded::hosts::Hosts;
-use crate::store::bounded::rest::{RESTS_MAX, is_old};
+use crate::store::bounded::rest::RESTS_MAX;
 use crate::store::bounded::{BoundedPool, lock_wait, pool_options};
 use crate::text::hosts::each;
 use crate::text::loopback::is_loopback;
@@ -32,21 +32,12 @@ pub(super) async fn connect(options: &StoreOptions) -> Result<MySqlStore, StoreE
     let session = session_settings(&timeouts);
     let (at_connect, at_release) = (format!("{session}{REMEMBER_ROLE}"), format!("rollback; {session}"));
     let reset = reset(&connect_options);
-    let pool = pool_options(options.connections_max, answer_timeout, &hosts)
+    let pool = pool_options(options.connections_max, answer_timeout, Some(at_release), &hosts)
         .after_connect(move |connection: &mut MySqlConnection, _| {
             let session = at_connect.clone();
             Box::pin(async move {
                 connection.execute(AssertSqlSafe(session)).await?;
                 Hosts::<MySql>::refuse_standby(are_several, connection).await
-            })
-        })
-        .after_release(move |connection: &mut MySqlConnection, rest| {
-            let session = at_release.clone();
-            Box::pin(async move {
-                if is_old(&rest) {
-                    return Ok(false);
-                }
-                connection.execute(AssertSqlSafe(session)).await.map(|_| true)
             })
         })
         .connect_lazy_with(connect_options);

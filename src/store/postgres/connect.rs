@@ -35,7 +35,7 @@ pub(super) async fn connect(options: &StoreOptions) -> Result<PostgresStore, Sto
     let settings = session_settings(options.handler_timeout);
     let answer_timeout = options.answer_timeout.unwrap_or(options.handler_timeout + 2 * MARGIN);
     let reset = format!("{RESET} {settings}");
-    let pool = pool_options(options.connections_max, answer_timeout, &hosts)
+    let pool = pool_options(options.connections_max, answer_timeout, None, &hosts)
         .after_connect(move |connection: &mut PgConnection, _| {
             let settings = settings.clone();
             Box::pin(async move {
