@@ -164,6 +164,9 @@ impl Endpoint {
         if route.requirement == Requirement::Off && is_typed {
             return Err(Invalid::new("`requirement = off` is for the layer: a typed operation takes `optional`"));
         }
+        if is_typed && !route.counts_headers.is_empty() {
+            return Err(Invalid::new("`counts_headers` is for the layer: a typed command writes what belongs to it"));
+        }
         if (route.replay == Replay::Reconstruct) != self.rebuild.is_some() {
             return Err(Invalid::new("`replay = reconstruct` needs `rebuilt_by`, and only it"));
         }

@@ -39,6 +39,7 @@ use std::time::Duration;
 use futures_util::TryStreamExt;
 use futures_util::future::BoxFuture;
 use futures_util::stream::BoxStream;
+use sqlx::error::BoxDynError;
 use sqlx::pool::PoolConnection;
 use sqlx::query::{Query, QueryAs, QueryScalar};
 use sqlx::{
@@ -73,12 +74,47 @@ pub(super) fn lock_wait(handler_timeout: Duration) -> Duration {
 /// One part of an answer: the result of a statement, or a row.
 type Part<Db> = Either<<Db as Database>::QueryResult, <Db as Database>::Row>;
 
+/// What is done with each part of an answer.
+type Take<'t, Db> = dyn FnMut(Part<Db>) -> ControlFlow<()> + Send + 't;
+
+/// A statement with its values, whichever of sqlx's types it was built with. So what sends it and
+/// reads the answer is compiled once for each database, and not for each type of row.
+pub(super) struct AnyQuery<Db: Database> {
+    sql: SqlStr,
+    statement: Option<Db::Statement>,
+    arguments: Result<Option<Db::Arguments>, BoxDynError>,
+    persistent: bool,
+}
+
+impl<Db: Database> AnyQuery<Db> {
+    pub(super) fn of<'q>(mut query: impl Execute<'q, Db>) -> Self {
+        let (statement, persistent) = (query.statement().cloned(), query.persistent());
+        Self { arguments: query.take_arguments(), sql: query.sql(), statement, persistent }
+    }
+}
+
+impl<Db: Database> Execute<'_, Db> for AnyQuery<Db> {
+    fn sql(self) -> SqlStr {
+        self.sql
+    }
+
+    fn statement(&self) -> Option<&Db::Statement> {
+        self.statement.as_ref()
+    }
+
+    fn take_arguments(&mut self) -> Result<Option<Db::Arguments>, BoxDynError> {
+        std::mem::replace(&mut self.arguments, Ok(None))
+    }
+
+    fn persistent(&self) -> bool {
+        self.persistent
+    }
+}
+
 /// A database behind a network.
 pub(super) trait Remote: Database<Arguments: IntoArguments<Self>> {
     /// Sends a statement; sqlx's own trait cannot be asked for in generic code that must be `Send`.
-    fn send<'e, 'q: 'e, E>(connection: &'e mut Self::Connection, query: E) -> BoxStream<'e, sqlx::Result<Part<Self>>>
-    where
-        E: Execute<'q, Self> + 'q;
+    fn send(connection: &mut Self::Connection, query: AnyQuery<Self>) -> BoxStream<'_, sqlx::Result<Part<Self>>>;
 
     /// Has the server parse a statement.
     fn prepare(connection: &mut Self::Connection, sql: SqlStr) -> BoxFuture<'_, sqlx::Result<Self::Statement>>;
@@ -91,13 +127,10 @@ macro_rules! remote {
     ($feature:literal, $db:ty, $is_writable:literal) => {
         #[cfg(feature = $feature)]
         impl Remote for $db {
-            fn send<'e, 'q: 'e, E>(
-                connection: &'e mut Self::Connection,
-                query: E,
-            ) -> BoxStream<'e, sqlx::Result<Part<Self>>>
-            where
-                E: Execute<'q, Self> + 'q,
-            {
+            fn send(
+                connection: &mut Self::Connection,
+                query: AnyQuery<Self>,
+            ) -> BoxStream<'_, sqlx::Result<Part<Self>>> {
                 connection.fetch_many(query)
             }
 
@@ -405,11 +438,7 @@ impl<Db: Remote> Bounded<Db> {
 
     /// Runs a statement and passes each part of its answer to `take` as it arrives. After a break
     /// the connection cannot be used again, because the rest of the answer was not read.
-    pub(super) async fn parts<'q>(
-        &mut self,
-        query: impl Execute<'q, Db> + 'q,
-        mut take: impl FnMut(Part<Db>) -> ControlFlow<()> + Send,
-    ) -> sqlx::Result<()> {
+    pub(super) async fn parts(&mut self, query: AnyQuery<Db>, take: &mut Take<'_, Db>) -> sqlx::Result<()> {
         self.start()?;
         let limit = self.answer_timeout;
         let outcome = {
@@ -484,7 +513,8 @@ impl<Db: Remote> Drop for Bounded<Db> {
 
 /// Runs statements of ours on a plain connection, and reads their answers to the end.
 async fn run<Db: Remote>(connection: &mut Db::Connection, statements: String) -> sqlx::Result<()> {
-    let mut parts = Db::send(connection, sqlx::raw_sql(sqlx::AssertSqlSafe(statements)));
+    let query = AnyQuery::of(sqlx::raw_sql(sqlx::AssertSqlSafe(statements)));
+    let mut parts = Db::send(connection, query);
     while parts.try_next().await?.is_some() {}
     Ok(())
 }
@@ -546,6 +576,32 @@ impl<Db: Remote> Reach<Db> for &BoundedPool<Db> {
     }
 }
 
+/// The rows of an answer.
+async fn rows<Db: Remote>(query: AnyQuery<Db>, place: impl Reach<Db>) -> sqlx::Result<Vec<Db::Row>> {
+    let mut rows = Vec::new();
+    let mut take = |part| {
+        if let Either::Right(row) = part {
+            rows.push(row);
+        }
+        ControlFlow::Continue(())
+    };
+    place.reach().await?.borrow_mut().parts(query, &mut take).await?;
+    Ok(rows)
+}
+
+/// The result of a statement, without its rows.
+async fn result<Db: Remote>(query: AnyQuery<Db>, place: impl Reach<Db>) -> sqlx::Result<Db::QueryResult> {
+    let mut result = Db::QueryResult::default();
+    let mut take = |part| {
+        if let Either::Left(done) = part {
+            result.extend([done]);
+        }
+        ControlFlow::Continue(())
+    };
+    place.reach().await?.borrow_mut().parts(query, &mut take).await?;
+    Ok(result)
+}
+
 /// Runs a statement and converts its rows, as sqlx's `fetch_all` and `fetch_one` do, but within the
 /// answer timeout.
 pub(super) trait Ask<'q, Db: Remote>: Execute<'q, Db> + 'q {
@@ -556,46 +612,25 @@ pub(super) trait Ask<'q, Db: Remote>: Execute<'q, Db> + 'q {
 
     /// Runs the statement and returns all its rows, converted, in order.
     fn all(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Vec<Self::Answer>>> + Send {
-        async move {
-            let (mut answers, mut wrong) = (Vec::new(), None);
-            let take = |part| {
-                match part {
-                    Either::Left(_) => {}
-                    Either::Right(row) => match Self::answer(row) {
-                        Ok(answer) => answers.push(answer),
-                        Err(error) => wrong = Some(error),
-                    },
-                }
-                ControlFlow::Continue(())
-            };
-            place.reach().await?.borrow_mut().parts(self, take).await?;
-            wrong.map_or(Ok(answers), Err)
-        }
+        let rows = rows(AnyQuery::of(self), place);
+        async move { rows.await?.into_iter().map(Self::answer).collect() }
     }
 
     /// The first row, where there is one.
     fn optional(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Option<Self::Answer>>> + Send {
-        async move { Ok(self.all(place).await?.into_iter().next()) }
+        let rows = rows(AnyQuery::of(self), place);
+        async move { rows.await?.into_iter().next().map(Self::answer).transpose() }
     }
 
     /// The first row; no row at all is the error `RowNotFound`.
     fn one(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Self::Answer>> + Send {
-        async move { self.optional(place).await?.ok_or(sqlx::Error::RowNotFound) }
+        let rows = rows(AnyQuery::of(self), place);
+        async move { Self::answer(rows.await?.into_iter().next().ok_or(sqlx::Error::RowNotFound)?) }
     }
 
     /// Runs a statement and returns its result, without its rows.
     fn run(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Db::QueryResult>> + Send {
-        async move {
-            let mut result = Db::QueryResult::default();
-            let take = |part| {
-                if let Either::Left(done) = part {
-                    result.extend([done]);
-                }
-                ControlFlow::Continue(())
-            };
-            place.reach().await?.borrow_mut().parts(self, take).await?;
-            Ok(result)
-        }
+        result(AnyQuery::of(self), place)
     }
 }
 

@@ -320,6 +320,10 @@ async fn m4_choices_that_cannot_keep_the_promise_are_refused_when_they_are_regis
             typed(Route { counts_headers: vec![("Cookie".to_owned(), 1)], ..same_tx() }),
             "the header `cookie` is no part of a command",
         ),
+        (
+            typed(Route { counts_headers: vec![("x-other".to_owned(), 1)], ..same_tx() }),
+            "`counts_headers` is for the layer",
+        ),
         (Endpoint::raw("a b", same_tx()), "`a b` is no name of an operation"),
         (off(Mode::Transactional), "`requirement = off` is for the layer"),
         (off(Mode::Phased), "`requirement = off` is for the layer"),
@@ -386,7 +390,6 @@ async fn m4_two_operations_of_one_name_are_refused_unless_they_are_one() {
         Endpoint::raw("put", same_tx()),
         Endpoint::typed::<Put>(Route { schema_version: 2, ..same_tx() }),
         Endpoint::typed::<Put>(Route { keeps_headers: vec!["x-other".to_owned()], ..same_tx() }),
-        Endpoint::typed::<Put>(Route { counts_headers: vec![("x-other".to_owned(), 1)], ..same_tx() }),
         put().upcast(1, |reply| reply),
     ] {
         let refused = protect(other).expect_err("another definition");
@@ -394,7 +397,10 @@ async fn m4_two_operations_of_one_name_are_refused_unless_they_are_one() {
         assert!(refused.to_string().starts_with(&twice), "{refused}");
     }
     protect(Endpoint::raw("other", same_tx())).expect("another name");
-    assert_eq!(world.engine.protected().len(), 4);
+    protect(Endpoint::raw("layer", Route::new(Mode::Edge))).unwrap();
+    let counts_headers = vec![("x-other".to_owned(), 1)];
+    protect(Endpoint::raw("layer", Route { counts_headers, ..Route::new(Mode::Edge) })).expect_err("another definition");
+    assert_eq!(world.engine.protected().len(), 5);
 }
 
 // Shown by: a text of its own in one of the two; whole seconds only.

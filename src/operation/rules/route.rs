@@ -159,7 +159,8 @@ pub struct Route {
     /// Request headers that are a part of the command in the generic layer (M22), each with the
     /// version of the layer's fingerprint from which it counts; the first version is 1. Older
     /// stored fingerprints are compared without the header (M24). `Prefer` and `If-Match` always
-    /// count. Default: no other.
+    /// count. Default: no other. Transactional and phased operations refuse any: their command
+    /// writes what belongs to it.
     pub counts_headers: Vec<(String, u32)>,
     /// Headers of answers that are kept beside those that always are. Default none.
     pub keeps_headers: Vec<String>,

@@ -29,7 +29,7 @@ use crate::inbox::port::waiting::LeasedMessage;
 use crate::inbox::port::{ConsumerId, InboxEntry, InboxTx, LOOKS, Parked, Proof, ROLLBACK_MAX, Standing, Undone};
 use crate::inbox::rules::horizon::Bounds;
 use crate::message::{ContentHash, MessageId};
-use crate::store::bounded::{Ask, Bounded, BoundedPool};
+use crate::store::bounded::{AnyQuery, Ask, Bounded, BoundedPool};
 use crate::store::sql::inbox::{OwnInbox, clear_attempts, no_consumer};
 use crate::store::sql::message::park;
 use crate::store::sql::savepoint_name;
@@ -417,7 +417,7 @@ impl MySqlInboxTx {
     async fn run_all(&mut self, statements: String) -> Result<Vec<Answer>, StoreError> {
         let mut answers = Vec::new();
         let mut rows = Vec::new();
-        let take = |part: Either<MySqlQueryResult, MySqlRow>| {
+        let mut take = |part: Either<MySqlQueryResult, MySqlRow>| {
             match part {
                 Either::Left(done) => {
                     answers.push(Answer { rows: std::mem::take(&mut rows), changed: done.rows_affected() });
@@ -426,7 +426,7 @@ impl MySqlInboxTx {
             }
             ControlFlow::Continue(())
         };
-        self.transaction.parts(raw_sql(AssertSqlSafe(statements)), take).await?;
+        self.transaction.parts(AnyQuery::of(raw_sql(AssertSqlSafe(statements))), &mut take).await?;
         Ok(answers)
     }
 }

@@ -36,7 +36,7 @@ use crate::outbox::port::{
     Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch,
     RelaySession, first_within,
 };
-use crate::store::bounded::{Ask, Bounded, BoundedPool};
+use crate::store::bounded::{AnyQuery, Ask, Bounded, BoundedPool};
 use crate::store::headers::parse_headers;
 use crate::store::sql::{Session, outbox};
 use crate::text::hex::hex;
@@ -249,7 +249,7 @@ impl MySqlSession {
     async fn rows(&mut self, query: Query<'_, MySql, MySqlArguments>) -> Result<(Vec<OutboxRow>, bool), StoreError> {
         let (mut rows, mut bytes, bytes_max) = (Vec::new(), 0, self.read_bytes);
         let mut outcome = Ok(());
-        let take = |part: Either<_, MySqlRow>| {
+        let mut take = |part: Either<_, MySqlRow>| {
             let Either::Right(row) = part else { return ControlFlow::Continue(()) };
             let fence = if rows.is_empty() { self.is_ours(&row) } else { Ok(()) };
             match fence.and_then(|()| unused(&row)).and_then(|()| outbox_row(&row)) {
@@ -263,7 +263,7 @@ impl MySqlSession {
             // it.
             if outcome.is_err() || bytes >= bytes_max { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
         };
-        self.pool.acquire().await?.parts(query, take).await?;
+        self.pool.acquire().await?.parts(AnyQuery::of(query), &mut take).await?;
         outcome?;
         if rows.is_empty() {
             // It says nothing of the size of rows.

@@ -25,7 +25,7 @@ use crate::error::StoreError;
 use crate::message::{OutgoingMessage, TraceContext};
 use crate::outbox::port::OutboxRow;
 use crate::outbox::rules::gaps::{GapSet, ReadPlan};
-use crate::store::bounded::{Ask, Bounded};
+use crate::store::bounded::{AnyQuery, Ask, Bounded};
 use crate::store::headers::parse_headers;
 use crate::time::lease::Fence;
 
@@ -149,13 +149,13 @@ pub(super) async fn read(
         sqlx::query(AssertSqlSafe(statement(buckets, bounds))).bind(shard).bind(gaps.to_string()).bind(plan.tail_from);
     let mut outcome = Ok(());
     let mut found: Option<NewRows> = None;
-    let take = |part: Either<_, PgRow>| {
+    let mut take = |part: Either<_, PgRow>| {
         if let (Either::Right(row), Ok(())) = (part, &outcome) {
             outcome = add(&mut found, &row, buckets, bounds);
         }
         ControlFlow::Continue(())
     };
-    connection.parts(query, take).await?;
+    connection.parts(AnyQuery::of(query), &mut take).await?;
     outcome?;
     let Some(mut found) = found else { return Ok(None) };
     found.more |= found.positions.len() >= bounds.rows;
