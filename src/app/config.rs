@@ -11,5 +11,5 @@ pub use self::{
     load::Loaded,
     settings::*,
     template::TEMPLATE,
-    values::{Secret, parse_duration},
+    values::{Secret, parse_address, parse_duration},
 };

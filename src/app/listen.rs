@@ -19,9 +19,11 @@ pub(super) async fn listen(
 ) -> Result<(), AppError> {
     let metrics = recorder(program)?;
     let listener = tokio::net::TcpListener::bind(address).await.map_err(|error| {
-        AppError::failed(format!(
-            "cannot listen on {address}: {error}; choose another address, or end the program that has it"
-        ))
+        let remedy = match error.kind() {
+            std::io::ErrorKind::AddrInUse => "choose another address, or end the program that has it",
+            _ => "choose an address of this machine, and a port that this user may open",
+        };
+        AppError::failed(format!("cannot listen on {address}: {error}; {remedy}"))
     })?;
     let address = listener.local_addr().map_err(|error| AppError::failed(error.to_string()))?;
     tracing::info!(%address, "listening: /livez /readyz /metrics");

@@ -24,7 +24,7 @@ use crate::store::Store;
 #[derive(Debug, Clone, Args)]
 pub struct PublisherArgs {
     /// Serve /livez, /readyz and /metrics on this address
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = crate::app::config::parse_address)]
     listen: Option<SocketAddr>,
     /// End with 0 when the outbox is empty (dead and held messages are reported, not waited for)
     #[arg(long)]
@@ -58,7 +58,7 @@ impl PublisherArgs {
 #[derive(Debug, Clone, Args)]
 pub struct ConsumerArgs {
     /// Serve /livez, /readyz and /metrics on this address
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = crate::app::config::parse_address)]
     listen: Option<SocketAddr>,
     /// End with 0 when nothing came for this long after having caught up, for example 2s
     #[arg(long, value_name = "TIME", value_parser = crate::app::config::parse_duration)]
@@ -119,7 +119,7 @@ pub fn start<'a>(
 /// Runs until SIGTERM or SIGINT, then finishes what is in flight and exits with 0; a second signal
 /// ends it at once. Several may run: one works, the others stand by.
 #[derive(Debug, Parser)]
-#[command(name = "publisher", version, about)]
+#[command(name = "publisher", version)]
 struct PublisherProgram {
     #[command(flatten)]
     common: CommonArgs,
@@ -133,7 +133,7 @@ struct PublisherProgram {
 /// Runs until SIGTERM or SIGINT, then finishes or hands back what runs and exits with 0; a second
 /// signal ends it at once.
 #[derive(Debug, Parser)]
-#[command(name = "consumer", version, about)]
+#[command(name = "consumer", version)]
 struct ConsumerProgram {
     #[command(flatten)]
     common: CommonArgs,

@@ -394,17 +394,17 @@ pub trait KeyOperator: Phases {
             (_, State::InProgress) if seen.mode == Mode::Bridged => return refused(BRIDGED),
             (_, State::InProgress) => {
                 return refused(
-                    "it is IN_PROGRESS: what it does may happen yet (O11). If its process is gone, it is resolved \
+                    "it is IN_PROGRESS: what it does may happen yet. If its process is gone, it is resolved \
                          after the end of its lease, not forgotten",
                 );
             }
             (_, State::UnknownRequiresRecovery) => {
-                return refused("its outcome is unknown: it may have happened, so it is resolved, not forgotten (O11)");
+                return refused("its outcome is unknown: it may have happened, so it is resolved, not forgotten");
             }
             (KeyChange::Release { against_evidence } | KeyChange::Purge { against_evidence }, state) => {
                 let operation = self.operation(seen.operation_id).await?;
                 if operation.is_some_and(|operation| !operation.intents.is_empty()) {
-                    return refused("a provider was asked for it: it stays until its time is over (O11)");
+                    return refused("a provider was asked for it: it stays until its time is over");
                 }
                 let said = self.runs_of(seen.operation_id).await?;
                 let succeeded = state != State::Completed && late_runs(&said).any(|run| run.verdict == "success");

@@ -10,7 +10,7 @@ use oncebox::app::{AppError, COMMON_OPTIONS, ConsumerArgs, LogFormat, PublisherA
 
 /// Exactly-once effects over at-least-once brokers.
 #[derive(Debug, Parser)]
-#[command(name = "oncebox", version, about, propagate_version = true)]
+#[command(name = "oncebox", version, propagate_version = true)]
 struct OnceboxArgs {
     #[command(flatten)]
     common: CommonArgs,
@@ -27,12 +27,14 @@ enum Command {
     /// kills
     ///
     /// Everything is its own: a database beside the one that is named (a file by default), and
-    /// topics. Variables of the environment and configuration files are not read.
+    /// topics. Variables of the environment and configuration files are not read, also those that
+    /// the common options name.
     Demo(demo::DemoArgs),
     /// Measure what the promise costs, as ratios inside one run
     ///
     /// Everything is its own: a database beside the one that is named (a file by default), and
-    /// topics. Variables of the environment and configuration files are not read.
+    /// topics. Variables of the environment and configuration files are not read, also those that
+    /// the common options name.
     #[command(subcommand)]
     Bench(bench::BenchCommand),
     /// Make or show the tables
@@ -91,12 +93,28 @@ enum Program {
 
 /// Runs the command that the arguments name; the answer is the exit code of the process.
 pub(super) fn run_named() -> ExitCode {
-    let args = OnceboxArgs::parse();
+    let args = match OnceboxArgs::try_parse() {
+        Ok(args) => args,
+        Err(error) if error.use_stderr() && names_json() => {
+            speak(LogFormat::Json);
+            let text = error.to_string();
+            let text = text.trim_start_matches("error: ").trim_end().to_owned();
+            return run(async move { Err(AppError::usage(text)) });
+        }
+        Err(error) => error.exit(),
+    };
     if args.output == Output::Json {
         // A machine that reads JSON reads the errors too.
         speak(LogFormat::Json);
     }
     run(args.run())
+}
+
+/// Whether a command line that cannot be read asks for JSON.
+fn names_json() -> bool {
+    let args: Vec<_> = std::env::args_os().collect();
+    args.iter().any(|arg| arg == "--output=json")
+        || args.windows(2).any(|pair| pair[0] == "--output" && pair[1] == "json")
 }
 
 impl OnceboxArgs {

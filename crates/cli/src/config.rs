@@ -31,7 +31,7 @@ fn show(loaded: &Loaded, output: Output) -> Result<(), AppError> {
     let value = toml::Value::try_from(&loaded.settings).map_err(failed)?;
     let mut rows = Vec::new();
     flatten("", &value, &mut rows);
-    let rows: Vec<(String, String, String)> = rows
+    let rows: Vec<(String, toml::Value, String)> = rows
         .into_iter()
         .map(|(path, value)| {
             let shown = shown(&path, &value);
@@ -51,6 +51,8 @@ fn show(loaded: &Loaded, output: Output) -> Result<(), AppError> {
     table.load_preset(presets::NOTHING);
     table.set_header(["setting", "value", "from"]);
     for (path, value, origin) in rows {
+        // A URL stands without quotes, so that it can be copied.
+        let value = value.as_str().filter(|_| path.ends_with("url")).map_or_else(|| value.to_string(), str::to_owned);
         table.add_row([path, value, origin]);
     }
     data!("{table}");
@@ -76,12 +78,12 @@ fn flatten(prefix: &str, value: &toml::Value, rows: &mut Vec<(String, toml::Valu
 
 /// A value that may be printed: a URL without its password, and nothing of a password or of a
 /// property of librdkafka, which may be one.
-fn shown(path: &str, value: &toml::Value) -> String {
+fn shown(path: &str, value: &toml::Value) -> toml::Value {
     let is_hidden = path.contains("password") || path.contains("properties");
     match value.as_str() {
         // Also where it looks like a URL.
-        Some(text) if is_hidden && !text.is_empty() => "***".to_owned(),
-        Some(text) if path.ends_with("url") => format!("{:?}", Secret(text.to_owned())),
-        _ => value.to_string(),
+        Some(text) if is_hidden && !text.is_empty() => "***".into(),
+        Some(text) if path.ends_with("url") => format!("{:?}", Secret(text.to_owned())).into(),
+        _ => value.clone(),
     }
 }

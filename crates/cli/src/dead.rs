@@ -137,7 +137,7 @@ pub(crate) struct Filter {
     /// Only with this reason
     #[arg(long)]
     reason: Option<String>,
-    /// At most this many; 100 unless it is an act on `--all`
+    /// How many at most; default 100, or all for an act on `--all`
     #[arg(long, value_parser = limit::<usize>())]
     limit: Option<usize>,
 }

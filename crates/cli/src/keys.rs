@@ -97,7 +97,7 @@ pub(crate) struct Filter {
     /// Only claimed longer ago than this, such as 90s or 2h
     #[arg(long, value_name = "DURATION", value_parser = oncebox::app::config::parse_duration)]
     older_than: Option<Duration>,
-    /// At most this many; 100 unless all are purged
+    /// How many at most; default 100, or all where all are purged
     #[arg(long, value_parser = limit::<u32>())]
     limit: Option<u32>,
 }

@@ -16,7 +16,7 @@ use oncebox::store::Store;
 #[derive(Debug, Clone, Args)]
 pub(super) struct SenderArgs {
     /// Serve /livez, /readyz and /metrics on this address
-    #[arg(long, value_name = "ADDR")]
+    #[arg(long, value_name = "ADDR", value_parser = oncebox::app::config::parse_address)]
     listen: Option<SocketAddr>,
     /// End with 0 when nothing is left to send
     #[arg(long)]

@@ -77,7 +77,11 @@ async fn first(store: &dyn Duties, place: &str, states: Vec<DeadState>) -> Resul
 fn oldest(message: &DeadMessage, seconds: f64) -> String {
     let DeadMessage { number, topic, reason, error, attempts, next_try, .. } = message;
     let error = error.as_deref().filter(|error| error != reason).map(|error| format!(": {error}")).unwrap_or_default();
-    let tries = if *attempts > 0 { format!(" after {attempts} tries") } else { String::new() };
+    let tries = match attempts {
+        0 => String::new(),
+        1 => " after 1 try".to_owned(),
+        more => format!(" after {more} tries"),
+    };
     let next = next_try.map(|at| format!("; next try {}", at.format("%H:%M:%S"))).unwrap_or_default();
     format!("the oldest, {number} of topic {topic}, for {seconds:.0} s{tries}: {reason}{error}{next}")
 }

@@ -175,6 +175,15 @@ fn typed(text: String, default: Option<&Value>) -> Value {
     value.unwrap_or_else(|| text.into())
 }
 
+/// The variable that was meant where one `_` stands between two levels: `database_url`.
+fn levels_joined(key: &str, field: &str, known: &[&str]) -> Option<String> {
+    let above = key.strip_suffix(field)?.replace('.', "__");
+    known.iter().find_map(|table| {
+        let rest = field.strip_prefix(table)?.strip_prefix('_')?;
+        Some(format!("{PREFIX}{above}{table}__{rest}").to_ascii_uppercase())
+    })
+}
+
 fn describe(error: &figment::Error) -> String {
     let place = error.metadata.as_ref().map_or(String::new(), |metadata| format!(" ({})", metadata.name));
     let path = error.path.join(".");
@@ -189,7 +198,12 @@ fn describe(error: &figment::Error) -> String {
             } else {
                 format!("{path}.{field}")
             };
-            let hint = nearest.map_or(String::new(), |nearest| format!("; did you mean `{nearest}`?"));
+            let is_variable = place.starts_with(" (environment ");
+            let hint = match (levels_joined(&key, field, known).filter(|_| is_variable), nearest) {
+                (Some(variable), _) => format!("; did you mean {variable}, with `__` between two levels?"),
+                (None, Some(nearest)) => format!("; did you mean `{nearest}`?"),
+                (None, None) => String::new(),
+            };
             format!("unknown setting `{key}`{place}{hint}")
         }
         // The value itself may be a secret, so only its type is shown.

@@ -466,13 +466,25 @@ impl ConsumerSettings {
         options.id_epoch.clone_from(&self.id_epoch);
         options.group.clone_from(&self.group);
         options.queues.clone_from(&self.queues);
-        options.lanes = self.lanes.map_or(options.lanes, |lanes| lanes.clamp(1, 64));
-        options.retriers = self.retriers.map_or(options.retriers, |retriers| retriers.clamp(1, 64));
-        options.batch_max = self.batch_max.map_or(options.batch_max, |max| max.clamp(1, 10_000));
-        options.in_flight_max = self.in_flight_max.unwrap_or(options.in_flight_max).max(1);
+        for (what, number, most, option) in [
+            ("lanes", self.lanes, 64, &mut options.lanes),
+            ("retriers", self.retriers, 64, &mut options.retriers),
+            ("batch_max", self.batch_max, 10_000, &mut options.batch_max),
+            ("in_flight_max", self.in_flight_max, usize::MAX, &mut options.in_flight_max),
+            ("unacknowledged_max", self.unacknowledged_max, usize::MAX, &mut options.unacknowledged_max),
+        ] {
+            let Some(number) = number else { continue };
+            if number == 0 || number > most {
+                let most = if most == usize::MAX { "or more".to_owned() } else { format!("to {most}") };
+                return Err(bad(what, &format!("1 {most} is allowed, not {number}")));
+            }
+            *option = number;
+        }
         options.aside_max = self.aside_max.unwrap_or(options.aside_max);
-        options.unacknowledged_max = self.unacknowledged_max.unwrap_or(options.unacknowledged_max).max(1);
-        options.dead_rows_max = self.dead_rows_max.unwrap_or(options.dead_rows_max).max(1);
+        if self.dead_rows_max == Some(0) {
+            return Err(bad("dead_rows_max", "more than 0, or nothing is read"));
+        }
+        options.dead_rows_max = self.dead_rows_max.unwrap_or(options.dead_rows_max);
         options.waiting_rows_max = match self.waiting_rows_max {
             Some(waiting_rows_max) if waiting_rows_max < options.dead_rows_max => {
                 let least = options.dead_rows_max;
@@ -538,6 +550,7 @@ impl Default for EmailSettings {
 #[serde(deny_unknown_fields, default)]
 pub struct HttpSettings {
     /// The address for `/livez`, `/readyz` and `/metrics`; absent: not served.
+    #[serde(with = "super::values::address_if_set")]
     pub listen: Option<std::net::SocketAddr>,
 }
 
@@ -571,9 +584,13 @@ impl PublisherSettings {
             ("window_rows", self.window_rows),
             ("window_bytes", self.window_bytes),
             ("held_rows_max", self.held_rows_max),
+            ("dead_rows_max", self.dead_rows_max),
         ];
         if let Some((name, _)) = numbers.iter().find(|(_, number)| *number == 0) {
             return Err(format!("publisher.{name}: more than 0, or nothing is read"));
+        }
+        if self.batch_rows > 10_000 {
+            return Err(format!("publisher.batch_rows: 1 to 10000 is allowed, not {}", self.batch_rows));
         }
         let times = [
             ("poll_max", self.poll_max, "the database is asked without a pause"),
@@ -585,13 +602,13 @@ impl PublisherSettings {
         }
         Ok(RelayOptions {
             lease: self.lease,
-            batch_rows: self.batch_rows.min(10_000),
+            batch_rows: self.batch_rows,
             read_bytes: self.read_bytes,
             window_rows: self.window_rows,
             window_bytes: self.window_bytes,
             poll_max: self.poll_max,
             held_rows_max: self.held_rows_max,
-            dead_rows_max: self.dead_rows_max.max(1),
+            dead_rows_max: self.dead_rows_max,
             dead: self.dead,
             dead_topics: self.dead_topics.clone(),
             publish_stall: self.publish_stall,

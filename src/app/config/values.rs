@@ -3,6 +3,7 @@
 //! A module here is a way to write a value, for `#[serde(with = "..")]`.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
@@ -16,6 +17,31 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
         Ok(duration) if duration > LONGEST => Err(format!("`{text}` is longer than 100 years")),
         Ok(duration) => Ok(duration),
         Err(error) => Err(format!("`{text}` is no duration ({error})")),
+    }
+}
+
+/// Reads an address to listen on, such as `127.0.0.1:9090`. Names are not looked up: a name may
+/// have several addresses.
+pub fn parse_address(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| format!("`{text}` is no address with a port, such as 127.0.0.1:9090 or [::1]:9090"))
+}
+
+/// An address to listen on, or none.
+pub(super) mod address_if_set {
+    use super::*;
+
+    pub(in crate::app) fn serialize<S: Serializer>(
+        address: &Option<SocketAddr>,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        address.serialize(serializer)
+    }
+
+    pub(in crate::app) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<Option<SocketAddr>, D::Error> {
+        let text = Option::<String>::deserialize(deserializer)?;
+        text.map(|text| parse_address(&text)).transpose().map_err(D::Error::custom)
     }
 }
 

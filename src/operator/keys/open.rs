@@ -10,7 +10,7 @@ use crate::operation::port::{RunOutcome, late_runs};
 use crate::operation::rules::{Mode, Record, State};
 
 /// Why an act on a claim of mode `bridged` is refused.
-pub(super) const BRIDGED: &str = "it is IN_PROGRESS in mode bridged: without an outcome nothing of it happened (O2). After the end of its lease \
+pub(super) const BRIDGED: &str = "it is IN_PROGRESS in mode bridged: without an outcome nothing of it happened. After the end of its lease \
      `Engine::sweep` frees the key, and the next request under it executes";
 
 /// Refuses an outcome that is the opposite of how a run ended that had lost its lease (O8), unless
@@ -46,7 +46,7 @@ pub(super) async fn given_up<K: KeyOperator + ?Sized>(
     if !left.is_zero() {
         let left = left.as_secs() + 1;
         return refused(format!(
-            "it is IN_PROGRESS: what it does may happen yet (O11). If its process is gone, its lease is over in {left} s: \
+            "it is IN_PROGRESS: what it does may happen yet. If its process is gone, its lease is over in {left} s: \
              resolve it then"
         ));
     }

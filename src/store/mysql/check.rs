@@ -200,7 +200,7 @@ fn durability(global: &Variables) -> Finding {
         other => Finding::warning(
             "durability",
             format!(
-                "innodb_flush_log_at_trx_commit is {}: after a crash a message may have been published whose transaction is gone (R5)",
+                "innodb_flush_log_at_trx_commit is {}: after a crash a message may have been published whose transaction is gone",
                 other.unwrap_or("unknown")
             ),
             "set global innodb_flush_log_at_trx_commit = 1",

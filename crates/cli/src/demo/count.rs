@@ -70,11 +70,11 @@ impl Verdict {
             rows.into_iter().map(|(what, count, should)| [what.to_owned(), count, should]),
         )?;
         data!(
-            "{} deliveries for {} effects: {} duplicates suppressed; {} processes killed with SIGKILL; {:.1} s",
+            "{} deliveries for {} effects: {} duplicates suppressed; {} killed with SIGKILL; {:.1} s",
             self.deliveries,
             self.ledger_entries + self.emails,
             self.duplicates_suppressed,
-            self.kills,
+            if self.kills == 1 { "1 process".to_owned() } else { format!("{} processes", self.kills) },
             self.seconds
         );
         data!("{}", self.in_words());

@@ -56,6 +56,8 @@ fn an_error_is_an_object_too_also_where_the_settings_cannot_be_read() {
         (place.consumer(&["--config", &in_file]).run(), 2, "no consumer is configured"),
         (place.oncebox(&["status", "--log-format", "json", "--config", &broken]).run(), 2, "unknown setting `databse`"),
         (place.publisher(&["--config", &broken]).env("ONCEBOX_LOG__FORMAT", "json").run(), 2, "unknown setting"),
+        (place.oncebox(&["dead", "show", "99", "--output", "json"]).run(), 2, "invalid value '99'"),
+        (place.oncebox(&["--output=json", "no-command"]).run(), 2, "unrecognized subcommand"),
     ] {
         let said = objects(&done);
         let last = said.last().unwrap();

@@ -38,6 +38,18 @@ fn an_unknown_key_is_refused_at_every_level_with_the_nearest_known_one() {
 }
 
 #[test]
+fn a_variable_with_one_underscore_between_levels_is_told_the_name_with_two() {
+    let place = Place::new();
+    for (wrong, right) in [
+        ("ONCEBOX_DATABASE_URL", "ONCEBOX_DATABASE__URL"),
+        ("ONCEBOX_BROKER__KAFKA_CREATE_TOPICS", "ONCEBOX_BROKER__KAFKA__CREATE_TOPICS"),
+    ] {
+        let words = [wrong, &format!("did you mean {right}, with `__` between two levels?")];
+        place.oncebox(&["config", "show"]).env(wrong, "x").run().fails(2, &words);
+    }
+}
+
+#[test]
 fn every_program_refuses_an_unknown_key_before_it_does_anything() {
     let place = Place::migrated();
     let config = place.config("[publisher]\nleese = '1s'");
@@ -70,7 +82,7 @@ fn a_value_that_cannot_be_used_is_named_with_what_may_be_written() {
         ("publisher.dead_topics = { audit = 'keep' }", &["`publisher.dead_topics.audit`", "hold, skip"]),
         ("log.format = 'xml'", &["`log.format`", "`xml` is unknown", "text, json"]),
         ("log.filter = 'a=b=c'", &["log.filter = `a=b=c`", "info,oncebox=debug"]),
-        ("http.listen = 'here'", &["`http.listen`", "socket address"]),
+        ("http.listen = 'here'", &["`http.listen`", "`here` is no address with a port", "127.0.0.1:9090"]),
         ("consumer = [{ topics = ['t'] }]", &["`consumer.0.name` is missing"]),
         ("consumer = [{ name = 'c' }]", &["`consumer.0.topics` is missing"]),
         ("consumer = [{ name = 'c', topics = ['t'], unhandled = 'drop' }]", &["`drop`", "acknowledge, dead"]),
@@ -90,6 +102,8 @@ fn a_setting_out_of_its_bounds_ends_the_program_that_uses_it() {
     for (file, words) in [
         ("publisher.lease = '10ms'", &["publisher.lease", "at least 1s"][..]),
         ("publisher.batch_rows = 0", &["batch_rows", "more than 0"]),
+        ("publisher.batch_rows = 10001", &["batch_rows", "1 to 10000", "not 10001"]),
+        ("publisher.dead_rows_max = 0", &["dead_rows_max", "more than 0"]),
         ("publisher.source = 'ä'", &["source", "printable ASCII"]),
         ("publisher.held_rows_max = 0", &["publisher.held_rows_max", "more than 0"]),
         ("publisher.poll_max = '0s'", &["publisher.poll_max", "more than 0s"]),
@@ -132,6 +146,20 @@ fn a_setting_out_of_its_bounds_ends_the_program_that_uses_it() {
         (
             format!("consumer = [{{ name = 'c', topics = ['t'], handler_timeout = '0s', {on} }}]"),
             &["`c`", "handler_timeout", "more than 0s"],
+        ),
+        // Shown by taking the nearest bound without a word.
+        (
+            format!("consumer = [{{ name = 'c', topics = ['t'], lanes = 65, {on} }}]"),
+            &["`c`", "lanes", "1 to 64", "not 65"],
+        ),
+        (format!("consumer = [{{ name = 'c', topics = ['t'], batch_max = 0, {on} }}]"), &["`c`", "batch_max", "not 0"]),
+        (
+            format!("consumer = [{{ name = 'c', topics = ['t'], in_flight_max = 0, {on} }}]"),
+            &["`c`", "in_flight_max", "1 or more"],
+        ),
+        (
+            format!("consumer = [{{ name = 'c', topics = ['t'], dead_rows_max = 0, {on} }}]"),
+            &["`c`", "dead_rows_max", "more than 0"],
         ),
         // Shown by taking both: the second one never runs, and nothing says so.
         (

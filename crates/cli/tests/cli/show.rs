@@ -31,23 +31,22 @@ fn flag_stands_over_environment_over_file_over_default_and_each_value_knows_its_
         .env("ONCEBOX_BROKER__URL", "embedded://environment.db")
         .env("ONCEBOX_PUBLISHER__BATCH_ROWS", "7");
     let shown = program.run().json();
-    let find = |name: &str| -> (String, String) {
+    let find = |name: &str| -> (Value, String) {
         let rows = shown["settings"].as_array().unwrap();
         let row = rows.iter().find(|row| row["setting"] == name).unwrap_or_else(|| panic!("{name} in {shown}"));
-        let text = |key: &str| row[key].as_str().map(str::to_owned).unwrap();
-        (text("value"), text("origin"))
+        (row["value"].clone(), row["origin"].as_str().map(str::to_owned).unwrap())
     };
-    let pair = |value: &str, origin: &str| (value.to_owned(), origin.to_owned());
+    let pair = |value: &str, origin: &str| (Value::from(value), origin.to_owned());
     let file = format!("file {config}");
     assert_eq!(find("database.url"), pair("sqlite://flag.db", "flag --database"));
     assert_eq!(find("broker.url"), pair("embedded://environment.db", "environment ONCEBOX_BROKER__URL"));
-    assert_eq!(find("publisher.batch_rows"), pair("7", "environment ONCEBOX_PUBLISHER__BATCH_ROWS"));
-    assert_eq!(find("shutdown_grace"), pair("\"3s\"", &file));
-    assert_eq!(find("log.filter"), pair("\"warn\"", &file));
+    assert_eq!(find("publisher.batch_rows"), (Value::from(7), "environment ONCEBOX_PUBLISHER__BATCH_ROWS".to_owned()));
+    assert_eq!(find("shutdown_grace"), pair("3s", &file));
+    assert_eq!(find("log.filter"), pair("warn", &file));
     assert_eq!(find("broker.kafka.properties.client.rack").1, file);
-    assert_eq!(find("consumer.0.name"), pair("\"ledger\"", &file));
-    assert_eq!(find("consumer.0.unhandled"), pair("\"acknowledge\"", "default"));
-    assert_eq!(find("publisher.lease"), pair("\"10s\"", "default"));
+    assert_eq!(find("consumer.0.name"), pair("ledger", &file));
+    assert_eq!(find("consumer.0.unhandled"), pair("acknowledge", "default"));
+    assert_eq!(find("publisher.lease"), pair("10s", "default"));
     assert_eq!(find("log.format").1, "default");
     let as_flag = Program::new(ONCEBOX, &["config", "show", "--log-format", "json"]).run().ok();
     assert!(as_flag.lines().any(|line| line.contains("log.format") && line.contains("flag --log-format")), "{as_flag}");
