@@ -63,6 +63,9 @@ const RESTED: Duration = Duration::from_secs(1);
 const SIGN_OF_LIFE_MAX: Duration = Duration::from_secs(5);
 const CONNECT_MAX: Duration = Duration::from_secs(30);
 
+/// Who waits for a connection looks at those that rest so often.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
+
 /// How long a statement inside a handler's transaction waits for a lock. It is well below the
 /// handler timeout, so that a wait for another transaction ends as a lock timeout, which counts no
 /// attempt.
@@ -249,13 +252,33 @@ impl<Db: Remote> BoundedPool<Db> {
     }
 
     pub(super) async fn acquire(&self) -> sqlx::Result<Bounded<Db>> {
-        // sqlx's future has room for a whole connect, 14 KiB: boxed, it is not moved with every
-        // future that acquires.
-        let held = Held::Pooled(Box::pin(self.pool.acquire()).await?);
+        let held = Held::Pooled(self.pooled().await?);
         let mut connection = Bounded::new(held, self.answer_timeout);
         connection.reset.clone_from(&self.reset);
         connection.moved.clone_from(&self.moved);
         Ok(connection)
+    }
+
+    /// A connection of the pool, within the pool's limit for that.
+    ///
+    /// sqlx looks for a resting connection once and then connects, again and again where the server
+    /// takes no more connections. So from time to time the resting ones are looked at here.
+    async fn pooled(&self) -> sqlx::Result<PoolConnection<Db>> {
+        let found = timeout(self.pool.options().get_acquire_timeout(), async {
+            loop {
+                // The future has room for a whole connect, 14 KiB: boxed, it is not moved with
+                // every future that acquires.
+                let mut acquired = Box::pin(self.pool.acquire());
+                loop {
+                    match timeout(LOOK_AGAIN, acquired.as_mut()).await {
+                        Ok(acquired) => return acquired,
+                        Err(_) if self.pool.num_idle() > 0 => break,
+                        Err(_) => {}
+                    }
+                }
+            }
+        });
+        found.await.unwrap_or(Err(sqlx::Error::PoolTimedOut))
     }
 
     /// A pool of one connection to the same server, beside this one.
@@ -267,7 +290,7 @@ impl<Db: Remote> BoundedPool<Db> {
 
     /// Takes a connection out of the pool for good: it is never returned.
     pub(super) async fn dedicated(&self) -> sqlx::Result<Bounded<Db>> {
-        let held = Held::Own(Box::pin(self.pool.acquire()).await?.detach());
+        let held = Held::Own(self.pooled().await?.detach());
         let mut connection = Bounded::new(held, self.answer_timeout);
         // What it hears of its server holds for the connections that are left in the pool.
         connection.moved.clone_from(&self.moved);

@@ -43,6 +43,43 @@ async fn connections_that_died_in_the_pool_cost_no_transaction() {
     .await;
 }
 
+/// The server gives two connections, both are busy, and a third transaction waits for one of its
+/// own. Shown by sqlx's acquire alone: it looks for a resting connection once, and then only asks
+/// the server for a new one, for 30 s.
+#[tokio::test]
+async fn who_waits_for_a_connection_takes_one_that_came_back() {
+    with_database("who_waits_for_a_connection_takes_one_that_came_back", |database| async move {
+        let consumer = database.store.register(&consumer_spec()).await.unwrap();
+        let role = format!("few_{}", MessageId::new().uuid().simple());
+        let made = format!(
+            "create role {role} login password 'few' connection limit 2; grant usage on schema oncebox to {role};
+             grant all on all tables in schema oncebox to {role};
+             grant execute on all functions in schema oncebox to {role}"
+        );
+        database.run(&made).await;
+        let mut url = url::Url::parse(&database.url).unwrap();
+        url.set_username(&role).unwrap();
+        url.set_password(Some("few")).unwrap();
+        let store = PostgresStore::connect(&StoreOptions::new(url)).await.unwrap();
+        let busy = [store.begin(consumer).await.unwrap(), store.begin(consumer).await.unwrap()];
+        let waiting = tokio::spawn({
+            let store = store.clone();
+            async move { store.begin(consumer).await }
+        });
+        // It has found none that rests, and asks the server.
+        let third = || async { (store.pool().size() == 3).then_some(()) };
+        eventually("a third connection is asked for", Duration::from_secs(20), third).await;
+        for tx in busy {
+            tx.rollback().await.unwrap();
+        }
+        let third = tokio::time::timeout(Duration::from_secs(10), waiting).await.expect("within ten seconds");
+        third.unwrap().unwrap().rollback().await.unwrap();
+        store.close().await;
+        database.run(&format!("drop owned by {role}; drop role {role}")).await;
+    })
+    .await;
+}
+
 /// Such a task can spin without end (`bounded::rest`). Shown by: `max_lifetime` as sqlx has it.
 #[tokio::test]
 async fn the_pool_starts_no_task_of_sqlx() {
