@@ -219,7 +219,7 @@ fn a_foreign_message_without_a_usable_id_is_dead_and_says_why() {
             place.append(Some(error), headers, payload);
             place.append(Some(error), headers, payload);
         }
-        place.consume(&config).ok();
+        place.consume(&config).ok_saying(&["a message is dead", "reason=\"no-usable-id\""]);
         let dead = dead(&place);
         assert_eq!(dead.len(), 2 * cases.len(), "each of them stands for itself: {dead:?}");
         for message in &dead {
@@ -256,6 +256,6 @@ fn a_kind_that_no_handler_takes_is_acknowledged_or_dead_as_it_is_set() {
     place.consume(&config).ok();
     assert!(dead(&place).is_empty());
     place.append(None, &[("ce_id", "m-2"), ("ce_type", "payment.refunded")], "{}");
-    place.consume(&dead_config).ok();
+    place.consume(&dead_config).ok_saying(&["a message is dead", "reason=\"unhandled\""]);
     the_dead_one(&place, "ledger", "unhandled", &["payment.refunded"]);
 }
