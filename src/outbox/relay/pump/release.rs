@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::Pump;
 use crate::message::OutgoingMessage;
-use crate::observe::Trouble;
+use crate::observe::{self, Trouble};
 use crate::outbox::port::{Diversion, OperatorRequest, OutboxRow};
 use crate::outbox::relay::TOPICS;
 use crate::outbox::relay::ending::Doubt;
@@ -248,6 +248,8 @@ impl Pump<'_> {
                 }
                 TrialResult::Taken { topic, position } => {
                     tracing::info!(%topic, "the destination takes messages again; those that are held go there now");
+                    // No row of the window: the other place that counts does not see it.
+                    observe::published(self.relay.broker.name(), 1);
                     self.window.proven_beside(position);
                     self.diverted.goes(position);
                     self.opened(topic);
