@@ -275,6 +275,14 @@ impl Pump<'_> {
         Ok(moved)
     }
 
+    /// Whether a blocked topic was not tried yet in this session, although one of its rows could be
+    /// sent. So a relay that ends when the outbox is empty tries each of them once before.
+    pub(super) fn owes_a_trial(&self) -> bool {
+        let untried = |topic: &str| !self.release.open.contains(topic) && !self.trials.was_tried(topic);
+        let topics: HashSet<&str> = self.diverted.blocked_topics().filter(|topic| untried(topic)).collect();
+        !topics.is_empty() && self.diverted.releasable(|topic| topics.contains(topic)).next().is_some()
+    }
+
     /// Stores what trials told of topics: with the first row of each, unless a row of it says so
     /// already. What the rows say is known from the table, not from earlier trials: a mark may not
     /// have been made, and an operator may have discarded the row while its trial ran. One way
