@@ -56,6 +56,11 @@ pub(super) fn out_of_time(consumer: &str, item: &Item, reason: &str) -> Parked {
     not_handled(consumer, item, reason, why)
 }
 
+/// Logs a failed try of a message; never its payload.
+pub(super) fn failed(consumer: &str, message: &Message, attempt: u32, error: &HandlerError) {
+    tracing::warn!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, kind = %message.kind, key = message.key_text(), attempt, %error, "a handler failed");
+}
+
 /// Reports a message that is dead because its handler ended the transaction.
 pub(super) fn ended(consumer: &str, message: &Message) {
     tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, "a message is dead: {WHY_ENDED}");

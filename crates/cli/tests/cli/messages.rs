@@ -154,6 +154,7 @@ fn a_statement_that_fails_is_tried_again_and_then_dead_with_the_words_of_the_dat
     place.enqueue("acc-7", &payment("p2"));
     place.publish();
     let mut consumer = place.consumer(&["--config", &config]).start();
+    consumer.says(&["a handler failed", "topic=payments", "kind=payment.created", "key=\"acc-7\"", "attempt=1"]);
     consumer.says(&["a message is dead"]);
     eventually("the next one of its key is held behind it", || (dead(&place)[0]["behind"] == 1).then_some(()));
     consumer.stop().ok();
