@@ -13,12 +13,12 @@ use super::config::{ConsumerSettings, Settings};
 use super::connect::{AnyBroker, Wait, open_broker, open_store_with};
 use super::exit::AppError;
 use super::publisher::{close, ready};
-use crate::broker::Subscription;
-use crate::inbox::consumer::{Consumer, Handlers};
+use crate::broker::{Broker, Subscription};
+use crate::inbox::consumer::{Consumer, ConsumerOptions, Handlers, check_start};
 use crate::inbox::sql_handler::{SqlHandler, SqlSpec};
 use crate::observe::Health;
-use crate::store::Store;
 use crate::store::base::StoreOptions;
+use crate::store::{Duties, Store};
 use crate::task;
 
 type ByName<S> = BTreeMap<String, Handlers<S>>;
@@ -111,7 +111,31 @@ fn require_apart(consumers: &[ConsumerSettings], broker_url: &str) -> Result<(),
     Ok(())
 }
 
+/// The options of a consumer, with those that other sections set.
+fn options_of(
+    settings: &Settings,
+    consumer: &ConsumerSettings,
+    has_one_writer: bool,
+) -> Result<ConsumerOptions, String> {
+    let mut options = consumer.options(has_one_writer, settings.shutdown_grace)?;
+    options.redrive_age_max = settings.publisher.redrive_age_max;
+    Ok(options)
+}
+
 impl Settings {
+    /// Finds the consumers that would not start on this database and broker, although their settings
+    /// can be used: the name of each, and why. Changes nothing, and passes over what is away.
+    pub async fn refused_starts(&self, store: &dyn Duties, broker: &dyn Broker) -> Vec<(String, String)> {
+        let mut refused = Vec::new();
+        for consumer in &self.consumer {
+            let Ok(options) = options_of(self, consumer, false) else { continue };
+            if let Err(error) = check_start(store, broker, &options).await {
+                refused.push((consumer.name.clone(), error.to_string()));
+            }
+        }
+        refused
+    }
+
     /// Finds the settings with which a program would not start: for each the program, the part of
     /// its settings, and why.
     #[must_use]
@@ -120,7 +144,7 @@ impl Settings {
         let of_publisher = self.publisher.options(String::new(), self.shutdown_grace).err();
         found.extend(of_publisher.map(|why| ("publisher", "publisher: settings".to_owned(), why)));
         for consumer in &self.consumer {
-            let of_consumer = consumer.options(false, self.shutdown_grace).err();
+            let of_consumer = options_of(self, consumer, false).err();
             found.extend(of_consumer.map(|why| ("consumer", format!("consumer {}: settings", consumer.name), why)));
         }
         let shared = require_apart(&self.consumer, &self.broker.url.0).err();
@@ -167,10 +191,9 @@ impl Run<'_> {
         require_apart(&consumers, &self.settings.broker.url.0)?;
         let mut options = Vec::new();
         for consumer in &consumers {
-            let mut one = consumer.options(S::HAS_ONE_WRITER, self.settings.shutdown_grace).map_err(AppError::usage)?;
+            let mut one = options_of(self.settings, consumer, S::HAS_ONE_WRITER).map_err(AppError::usage)?;
             one.until_idle = self.until_idle;
             one.accept_id_rule = self.accept_id_rule;
-            one.redrive_age_max = self.settings.publisher.redrive_age_max;
             options.push((consumer, one));
         }
         let broker = open_broker(self.settings).await?;
