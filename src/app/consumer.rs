@@ -14,8 +14,10 @@ use super::connect::{AnyBroker, Wait, open_broker, open_store_with};
 use super::exit::AppError;
 use super::publisher::{close, ready};
 use crate::broker::{Broker, Subscription};
+use crate::error::LimitError;
 use crate::inbox::consumer::{Consumer, ConsumerOptions, Handlers, check_start};
 use crate::inbox::sql_handler::{SqlHandler, SqlSpec};
+use crate::message::limits::Limits;
 use crate::observe::Health;
 use crate::store::base::StoreOptions;
 use crate::store::{Duties, Store};
@@ -111,6 +113,23 @@ fn require_apart(consumers: &[ConsumerSettings], broker_url: &str) -> Result<(),
     Ok(())
 }
 
+/// Refuses a topic that cannot exist: Kafka and the outbox do not take its name, so no message would
+/// ever come. On RabbitMQ others may publish under any routing key.
+fn require_possible(consumers: &[ConsumerSettings], broker_url: &str) -> Result<(), AppError> {
+    if broker_url.starts_with("amqp") {
+        return Ok(());
+    }
+    let limits = Limits::default();
+    let topics = consumers.iter().flat_map(|consumer| consumer.topics.iter().map(|topic| (&consumer.name, topic)));
+    // A topic without a name is told by the options of its consumer.
+    for (name, topic) in topics.filter(|(_, topic)| !topic.is_empty()) {
+        let refused =
+            |error: LimitError| AppError::usage(format!("consumer `{name}`: topics: `{topic}`: {}", error.detail));
+        limits.check_topic(topic).map_err(refused)?;
+    }
+    Ok(())
+}
+
 /// The options of a consumer, with those that other sections set.
 fn options_of(
     settings: &Settings,
@@ -148,7 +167,9 @@ impl Settings {
             found.extend(of_consumer.map(|why| ("consumer", format!("consumer {}: settings", consumer.name), why)));
         }
         let shared = require_apart(&self.consumer, &self.broker.url.0).err();
-        found.extend(shared.map(|error| ("consumer", "consumers: settings".to_owned(), error.message)));
+        let impossible = require_possible(&self.consumer, &self.broker.url.0).err();
+        let of_all = shared.into_iter().chain(impossible);
+        found.extend(of_all.map(|error| ("consumer", "consumers: settings".to_owned(), error.message)));
         found
     }
 }
@@ -189,6 +210,7 @@ impl Run<'_> {
             ));
         }
         require_apart(&consumers, &self.settings.broker.url.0)?;
+        require_possible(&consumers, &self.settings.broker.url.0)?;
         let mut options = Vec::new();
         for consumer in &consumers {
             let mut one = options_of(self.settings, consumer, S::HAS_ONE_WRITER).map_err(AppError::usage)?;

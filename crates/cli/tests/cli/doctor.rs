@@ -75,6 +75,7 @@ fn settings_with_which_a_program_does_not_start_are_refused() {
             "have the name `a`",
         ),
         ("consumer = [{ name = 'outbox', topics = ['t'] }]", "consumer outbox: settings", "choose another one"),
+        ("consumer = [{ name = 'c', topics = ['pay ments'] }]", "consumers: settings", "`pay ments`"),
         ("publisher.held_rows_max = 0", "publisher: settings", "publisher.held_rows_max"),
     ] {
         let done = doctor(&place, &["--config", &place.config(settings)]);
