@@ -251,8 +251,10 @@ impl Run<'_> {
         }
         beside.end().await?;
         if outcome.is_ok() && self.until_idle.is_some() && !self.stop.is_cancelled() {
+            // Consumers of other processes are in the same database.
+            let is_own = |name: &str| consumers.iter().any(|one| one.name == name);
             for consumer in duties.status().await?.consumers {
-                if consumer.waiting + consumer.dead > 0 {
+                if is_own(&consumer.name) && consumer.waiting + consumer.dead > 0 {
                     tracing::warn!(consumer = %consumer.name, waiting = consumer.waiting, dead = consumer.dead, "idle, but messages wait or are dead; see `oncebox dead list`");
                 }
             }
