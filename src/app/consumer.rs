@@ -113,8 +113,8 @@ fn require_apart(consumers: &[ConsumerSettings], broker_url: &str) -> Result<(),
     Ok(())
 }
 
-/// Refuses a topic that cannot exist: Kafka and the outbox do not take its name, so no message would
-/// ever come. On RabbitMQ others may publish under any routing key.
+/// Refuses a topic that cannot exist: Kafka and the outbox do not take its name, so no message
+/// would ever come. On RabbitMQ others may publish under any routing key.
 fn require_possible(consumers: &[ConsumerSettings], broker_url: &str) -> Result<(), AppError> {
     if broker_url.starts_with("amqp") {
         return Ok(());
@@ -142,8 +142,9 @@ fn options_of(
 }
 
 impl Settings {
-    /// Finds the consumers that would not start on this database and broker, although their settings
-    /// can be used: the name of each, and why. Changes nothing, and passes over what is away.
+    /// Finds the consumers that would not start on this database and broker, although their
+    /// settings can be used: the name of each, and why. Changes nothing, and passes over what is
+    /// away.
     pub async fn refused_starts(&self, store: &dyn Duties, broker: &dyn Broker) -> Vec<(String, String)> {
         let mut refused = Vec::new();
         for consumer in &self.consumer {

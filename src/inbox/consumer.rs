@@ -193,8 +193,8 @@ impl Consumer {
     }
 }
 
-/// Runs the checks of a start on this database and broker, and changes nothing. A database or broker
-/// that is away refuses no start: the consumer waits for it.
+/// Runs the checks of a start on this database and broker, and changes nothing. A database or
+/// broker that is away refuses no start: the consumer waits for it.
 pub(crate) async fn check_start(
     store: &dyn Duties,
     broker: &dyn Broker,

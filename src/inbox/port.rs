@@ -202,8 +202,8 @@ pub trait Inbox: Debug + Send + Sync {
     /// [`StoreError::Refused`] where the stored id rule is another one.
     async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError>;
 
-    /// Checks what [`Inbox::register`] checks, and changes nothing. A consumer that never started is
-    /// not refused. Returns how far the time in an id may be from the clock of the database.
+    /// Checks what [`Inbox::register`] checks, and changes nothing. A consumer that never started
+    /// is not refused. Returns how far the time in an id may be from the clock of the database.
     ///
     /// # Errors
     /// [`StoreError::Refused`] where the stored id rule is another one.

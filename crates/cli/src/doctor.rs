@@ -240,8 +240,8 @@ fn unusable(settings: &Settings) -> Vec<Finding> {
     settings.mistakes().into_iter().map(refused).collect()
 }
 
-/// The consumers that database and broker let not start: the name of each, and why. Nothing where one
-/// of the two is refused or away itself, which `findings` say already.
+/// The consumers that database and broker let not start: the name of each, and why. Nothing where
+/// one of the two is refused or away itself, which `findings` say already.
 async fn refused_starts(settings: &Settings, broker: &AnyBroker, findings: &[Finding]) -> Vec<(String, String)> {
     let is_broken = |finding: &Finding| {
         finding.severity == Severity::Refused && ["database", "schema", "broker"].contains(&finding.name.as_str())

@@ -86,8 +86,8 @@ fn settings_with_which_a_program_does_not_start_are_refused() {
     }
 }
 
-/// Shown by looking at the settings alone: the row of the horizon was `ok`, and of the id rule there
-/// was none.
+/// Shown by looking at the settings alone: the row of the horizon was `ok`, and of the id rule
+/// there was none.
 #[test]
 fn a_consumer_that_database_and_broker_do_not_let_start_is_refused_in_the_words_of_its_start() {
     let place = Place::migrated();
