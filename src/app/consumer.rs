@@ -13,12 +13,14 @@ use super::config::{ConsumerSettings, Settings};
 use super::connect::{AnyBroker, Wait, open_broker, open_store_with};
 use super::exit::AppError;
 use super::publisher::{close, ready};
-use crate::broker::Subscription;
-use crate::inbox::consumer::{Consumer, Handlers};
+use crate::broker::{Broker, Subscription};
+use crate::error::LimitError;
+use crate::inbox::consumer::{Consumer, ConsumerOptions, Handlers, check_start};
 use crate::inbox::sql_handler::{SqlHandler, SqlSpec};
+use crate::message::limits::Limits;
 use crate::observe::Health;
-use crate::store::Store;
 use crate::store::base::StoreOptions;
+use crate::store::{Duties, Store};
 use crate::task;
 
 type ByName<S> = BTreeMap<String, Handlers<S>>;
@@ -111,7 +113,49 @@ fn require_apart(consumers: &[ConsumerSettings], broker_url: &str) -> Result<(),
     Ok(())
 }
 
+/// Refuses a topic that cannot exist: Kafka and the outbox do not take its name, so no message
+/// would ever come. On RabbitMQ others may publish under any routing key.
+fn require_possible(consumers: &[ConsumerSettings], broker_url: &str) -> Result<(), AppError> {
+    if broker_url.starts_with("amqp") {
+        return Ok(());
+    }
+    let limits = Limits::default();
+    let topics = consumers.iter().flat_map(|consumer| consumer.topics.iter().map(|topic| (&consumer.name, topic)));
+    // A topic without a name is told by the options of its consumer.
+    for (name, topic) in topics.filter(|(_, topic)| !topic.is_empty()) {
+        let refused =
+            |error: LimitError| AppError::usage(format!("consumer `{name}`: topics: `{topic}`: {}", error.detail));
+        limits.check_topic(topic).map_err(refused)?;
+    }
+    Ok(())
+}
+
+/// The options of a consumer, with those that other sections set.
+fn options_of(
+    settings: &Settings,
+    consumer: &ConsumerSettings,
+    has_one_writer: bool,
+) -> Result<ConsumerOptions, String> {
+    let mut options = consumer.options(has_one_writer, settings.shutdown_grace)?;
+    options.redrive_age_max = settings.publisher.redrive_age_max;
+    Ok(options)
+}
+
 impl Settings {
+    /// Finds the consumers that would not start on this database and broker, although their
+    /// settings can be used: the name of each, and why. Changes nothing, and passes over what is
+    /// away.
+    pub async fn refused_starts(&self, store: &dyn Duties, broker: &dyn Broker) -> Vec<(String, String)> {
+        let mut refused = Vec::new();
+        for consumer in &self.consumer {
+            let Ok(options) = options_of(self, consumer, false) else { continue };
+            if let Err(error) = check_start(store, broker, &options).await {
+                refused.push((consumer.name.clone(), error.to_string()));
+            }
+        }
+        refused
+    }
+
     /// Finds the settings with which a program would not start: for each the program, the part of
     /// its settings, and why.
     #[must_use]
@@ -120,11 +164,13 @@ impl Settings {
         let of_publisher = self.publisher.options(String::new(), self.shutdown_grace).err();
         found.extend(of_publisher.map(|why| ("publisher", "publisher: settings".to_owned(), why)));
         for consumer in &self.consumer {
-            let of_consumer = consumer.options(false, self.shutdown_grace).err();
+            let of_consumer = options_of(self, consumer, false).err();
             found.extend(of_consumer.map(|why| ("consumer", format!("consumer {}: settings", consumer.name), why)));
         }
         let shared = require_apart(&self.consumer, &self.broker.url.0).err();
-        found.extend(shared.map(|error| ("consumer", "consumers: settings".to_owned(), error.message)));
+        let impossible = require_possible(&self.consumer, &self.broker.url.0).err();
+        let of_all = shared.into_iter().chain(impossible);
+        found.extend(of_all.map(|error| ("consumer", "consumers: settings".to_owned(), error.message)));
         found
     }
 }
@@ -165,12 +211,12 @@ impl Run<'_> {
             ));
         }
         require_apart(&consumers, &self.settings.broker.url.0)?;
+        require_possible(&consumers, &self.settings.broker.url.0)?;
         let mut options = Vec::new();
         for consumer in &consumers {
-            let mut one = consumer.options(S::HAS_ONE_WRITER, self.settings.shutdown_grace).map_err(AppError::usage)?;
+            let mut one = options_of(self.settings, consumer, S::HAS_ONE_WRITER).map_err(AppError::usage)?;
             one.until_idle = self.until_idle;
             one.accept_id_rule = self.accept_id_rule;
-            one.redrive_age_max = self.settings.publisher.redrive_age_max;
             options.push((consumer, one));
         }
         let broker = open_broker(self.settings).await?;
@@ -206,8 +252,10 @@ impl Run<'_> {
         }
         beside.end().await?;
         if outcome.is_ok() && self.until_idle.is_some() && !self.stop.is_cancelled() {
+            // Consumers of other processes are in the same database.
+            let is_own = |name: &str| consumers.iter().any(|one| one.name == name);
             for consumer in duties.status().await?.consumers {
-                if consumer.waiting + consumer.dead > 0 {
+                if is_own(&consumer.name) && consumer.waiting + consumer.dead > 0 {
                     tracing::warn!(consumer = %consumer.name, waiting = consumer.waiting, dead = consumer.dead, "idle, but messages wait or are dead; see `oncebox dead list`");
                 }
             }

@@ -47,9 +47,9 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::broker::{Broker, Subscription};
-use crate::error::{BrokerError, RunEnd, RunError};
+use crate::error::{BrokerError, RunEnd, RunError, StoreError};
+use crate::inbox::port::ConsumerId;
 use crate::inbox::port::waiting::Scope;
-use crate::inbox::port::{ConsumerId, ConsumerSpec};
 use crate::observe::{self, Health, PartState};
 use crate::outbox::hint;
 use crate::store::{Duties, Store};
@@ -142,7 +142,7 @@ impl Consumer {
 
     async fn work(&self, stop: CancellationToken) -> Result<RunEnd, RunError> {
         let shared = &self.0;
-        shared.options.check()?;
+        shared.options.check().map_err(StoreError::Refused)?;
         shared.health.set(&shared.part, PartState::Starting);
         observe::consumer_starts(&shared.options.name, &shared.options.topics);
         let consumer = tokio::select! {
@@ -193,6 +193,20 @@ impl Consumer {
     }
 }
 
+/// Runs the checks of a start on this database and broker, and changes nothing. A database or
+/// broker that is away refuses no start: the consumer waits for it.
+pub(crate) async fn check_start(
+    store: &dyn Duties,
+    broker: &dyn Broker,
+    options: &ConsumerOptions,
+) -> Result<(), RunError> {
+    let checked = async {
+        let skew = store.check_registration(&options.spec()).await?;
+        purge::check_horizon(store, broker, options, skew).await
+    };
+    checked.await.or_else(|error| if error.is_away() { Ok(()) } else { Err(error) })
+}
+
 /// The pause before a task that panicked starts again.
 const AFTER_DISORDER: Duration = Duration::from_secs(1);
 
@@ -234,11 +248,7 @@ impl Shared {
 
     /// Registers the consumer, and checks its horizon. Waits for a database or broker that is away.
     async fn register(&self) -> Result<ConsumerId, RunError> {
-        let mut spec = ConsumerSpec {
-            name: self.options.name.clone(),
-            id_rule: self.options.id_rule_text(),
-            accept: self.options.accept_id_rule,
-        };
+        let mut spec = self.options.spec();
         let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
         loop {
             let registered = async {

@@ -202,6 +202,13 @@ pub trait Inbox: Debug + Send + Sync {
     /// [`StoreError::Refused`] where the stored id rule is another one.
     async fn register(&self, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError>;
 
+    /// Checks what [`Inbox::register`] checks, and changes nothing. A consumer that never started
+    /// is not refused. Returns how far the time in an id may be from the clock of the database.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] where the stored id rule is another one.
+    async fn check_registration(&self, spec: &ConsumerSpec) -> Result<Duration, StoreError>;
+
     /// Records that a process of this consumer is running. False where an operator has forgotten
     /// the consumer, or another id rule was accepted for it, since it was registered.
     async fn seen(&self, consumer: ConsumerId, id_rule: &str) -> Result<bool, StoreError>;

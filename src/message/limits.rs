@@ -95,7 +95,7 @@ impl Limits {
         Ok(())
     }
 
-    fn check_topic(&self, topic: &str) -> Result<(), LimitError> {
+    pub(crate) fn check_topic(&self, topic: &str) -> Result<(), LimitError> {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
         if topic.is_empty() || topic.len() > self.topic_length_max || !topic.bytes().all(allowed) {
             let max = self.topic_length_max;

@@ -75,6 +75,9 @@ pub(super) fn seen(consumer: &ConsumerStatus) -> String {
 }
 
 async fn forget(store: &dyn Duties, name: &str, act: &Act, output: Output) -> Result<(), AppError> {
+    if !store.status().await?.consumers.iter().any(|consumer| consumer.name == name) {
+        return Err(AppError::failed(format!("there is no consumer `{name}`; `oncebox consumers list` shows them")));
+    }
     let left = store.forget_consumer(name, &act.context(true)).await.map_err(refused)?;
     let count = usize::try_from(left.messages).unwrap_or(usize::MAX);
     act.confirm_loss(count, "messages that wait, are held or dead", "lost with it")?;

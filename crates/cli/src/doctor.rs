@@ -15,7 +15,7 @@ use oncebox::app::{AppError, open_broker, say};
 use oncebox::broker::Subscription;
 use oncebox::error::redact;
 use oncebox::operation::OperationName;
-use oncebox::store::{ActContext, DeadMessage, Finding, OperationStore, SchemaState, Severity};
+use oncebox::store::{ActContext, DeadMessage, Finding, OperationStore, SchemaState, Severity, Store};
 
 /// The most topics with held messages that are looked at.
 const HELD_TOPICS_MAX: usize = 100;
@@ -57,17 +57,25 @@ pub(super) async fn run(args: &DoctorArgs, common: &CommonArgs, output: Output) 
             (vec![Finding::refused("database", error.message, remedy)], Vec::new())
         }
     };
+    let mut refused = Vec::new();
     match broker(&settings).await {
         Ok(None) => findings.push(Finding::warning(
             "broker",
             format!("{}: the file is not there yet", settings.broker.url.0),
             "start `publisher` or `consumer`, which make it, or mend [broker] url",
         )),
-        Ok(Some(broker)) => findings.extend(broker_findings(&broker, &settings, &held).await),
+        Ok(Some(broker)) => {
+            findings.extend(broker_findings(&broker, &settings, &held).await);
+            refused = refused_starts(&settings, &broker, &findings).await;
+        }
         Err(error) => findings.push(Finding::refused("broker", error.message, "mend the broker's settings")),
     }
     findings.extend(unusable(&settings));
-    findings.extend(settings.consumer.iter().filter_map(horizon));
+    let starts = |consumer: &&ConsumerSettings| refused.iter().all(|(name, _)| *name != consumer.name);
+    findings.extend(settings.consumer.iter().filter(starts).filter_map(horizon));
+    findings.extend(refused.into_iter().map(|(name, why)| {
+        Finding::refused(format!("consumer {name}: start"), why, "mend it, or `consumer` does not start")
+    }));
     print(&findings, output)?;
     match findings.iter().map(|finding| finding.severity).max() {
         Some(Severity::Refused) => Err(AppError::not_ready("something that the promise rests on is broken")),
@@ -230,6 +238,33 @@ fn unusable(settings: &Settings) -> Vec<Finding> {
         Finding::refused(name, why, format!("mend it, or `{program}` does not start"))
     };
     settings.mistakes().into_iter().map(refused).collect()
+}
+
+/// The consumers that database and broker let not start: the name of each, and why. Nothing where
+/// one of the two is refused or away itself, which `findings` say already.
+async fn refused_starts(settings: &Settings, broker: &AnyBroker, findings: &[Finding]) -> Vec<(String, String)> {
+    let is_broken = |finding: &Finding| {
+        finding.severity == Severity::Refused && ["database", "schema", "broker"].contains(&finding.name.as_str())
+    };
+    if findings.iter().any(is_broken) {
+        return Vec::new();
+    }
+    // That the database cannot be asked was found above.
+    ask(settings, broker).await.unwrap_or_default()
+}
+
+async fn ask(settings: &Settings, broker: &AnyBroker) -> Result<Vec<(String, String)>, AppError> {
+    oncebox::with_store!(settings, None, |store| ask_on(store, settings, broker).await)
+}
+
+async fn ask_on<S: Store>(
+    store: S,
+    settings: &Settings,
+    broker: &AnyBroker,
+) -> Result<Vec<(String, String)>, AppError> {
+    let refused = settings.refused_starts(&*store.clone().into_duties(), &**broker).await;
+    store.close().await;
+    Ok(refused)
 }
 
 /// Says what an inbox with a horizon cannot recognise (G8).

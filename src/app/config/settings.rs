@@ -508,6 +508,7 @@ impl ConsumerSettings {
         options.shutdown_grace = shutdown_grace;
         options.retry = self.retry;
         options.retry.validate().map_err(|why| bad("retry", &why.to_string()))?;
+        options.check()?;
         Ok(options.of_store(has_one_writer))
     }
 }

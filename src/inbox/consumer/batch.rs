@@ -14,7 +14,7 @@ use super::calls::{Failure, Wanted};
 use super::item::Item;
 use super::options::Unhandled;
 use super::transaction::{NotCommitted, commit, handle, roll_back, undo, unless};
-use super::verdict::{dead, id_reused, out_of_time};
+use super::verdict::{id_reused, not_handled, out_of_time};
 use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, InboxTx, ParkAs, Parked};
 use crate::message::{Message, MessageId};
@@ -123,7 +123,8 @@ async fn body(
                 DeliveryOutcome::Dead
             }
             Fate::New | Fate::Behind if item.unusable.is_some() => {
-                parked.push(dead(item, "no-usable-id", item.unusable.as_deref().unwrap_or_default(), false));
+                let why = item.unusable.as_deref().unwrap_or_default();
+                parked.push(not_handled(&shared.options.name, item, "no-usable-id", why));
                 DeliveryOutcome::Dead
             }
             // A message without a handler has no effect that could come too early, so it does not
@@ -137,7 +138,7 @@ async fn body(
                 None if shared.options.unhandled == Unhandled::Acknowledge => DeliveryOutcome::Unhandled,
                 None => {
                     let error = format!("no handler takes the kind `{}`", item.message.kind);
-                    parked.push(dead(item, "unhandled", &error, false));
+                    parked.push(not_handled(&shared.options.name, item, "unhandled", &error));
                     DeliveryOutcome::Unhandled
                 }
                 Some((number, handler)) => {

@@ -432,7 +432,7 @@ impl Lane {
 
     fn went_well(&mut self) {
         if self.fault.times() > 0 {
-            self.fault.is_over();
+            self.fault.reset();
             self.waits_no_more();
         }
     }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::StoreError;
+use crate::inbox::port::ConsumerSpec;
 use crate::message::IdRule;
 use crate::outbox::rules::policy::DeadPolicy;
 use crate::time::bound;
@@ -143,6 +143,11 @@ impl ConsumerOptions {
         }
     }
 
+    /// How the consumer is registered.
+    pub(super) fn spec(&self) -> ConsumerSpec {
+        ConsumerSpec { name: self.name.clone(), id_rule: self.id_rule_text(), accept: self.accept_id_rule }
+    }
+
     /// Fills in what is left to the store. A store with one writer runs one handler at a time,
     /// which keeps all others waiting (R14).
     pub(crate) fn of_store(mut self, has_one_writer: bool) -> Self {
@@ -160,11 +165,11 @@ impl ConsumerOptions {
 
     /// Refuses a time that no instant reaches, and the name that means the outbox wherever dead
     /// messages are counted or listed: one of the two would hide those of the other.
-    pub(super) fn check(&self) -> Result<(), StoreError> {
+    pub(crate) fn check(&self) -> Result<(), String> {
         if self.name == "outbox" {
             let why =
                 "consumer `outbox`: this name means the outbox in `dead list` and in the metrics; choose another one";
-            return Err(StoreError::Refused(why.to_owned()));
+            return Err(why.to_owned());
         }
         let horizon = self.horizon.unwrap_or_default();
         bound::check([
@@ -178,7 +183,7 @@ impl ConsumerOptions {
             ("drain", self.drain),
             ("shutdown_grace", self.shutdown_grace),
         ])
-        .map_err(|error| StoreError::Refused(format!("consumer `{}`: {error}", self.name)))
+        .map_err(|error| format!("consumer `{}`: {error}", self.name))
     }
 
     /// Warns of what was set on purpose and keeps others waiting in a store with one writer.
@@ -205,7 +210,7 @@ mod tests {
     #[test]
     fn a_consumer_is_not_named_as_the_outbox_is_where_dead_messages_are_counted() {
         let named = |name: &str| ConsumerOptions::new(name, Vec::new()).check();
-        assert!(named("outbox").is_err_and(|refused| refused.to_string().contains("choose another one")));
+        assert!(named("outbox").is_err_and(|refused| refused.contains("choose another one")));
         assert!(named("outboxes").is_ok());
     }
 

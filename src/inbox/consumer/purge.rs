@@ -9,11 +9,13 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-use super::Shared;
+use super::{ConsumerOptions, Shared};
+use crate::broker::Broker;
 use crate::error::RunError;
 use crate::inbox::port::ConsumerId;
 use crate::inbox::rules::horizon::{HorizonTooShort, Sources, purge_bound};
 use crate::observe;
+use crate::store::Duties;
 use crate::time::pace::{Pace, sleep_unless};
 
 /// The number of rows that one transaction reads.
@@ -66,12 +68,25 @@ async fn round(shared: &Shared, consumer: ConsumerId, stop: &CancellationToken) 
 
 /// Refuses a horizon within which a duplicate can still come.
 pub(super) async fn check(shared: &Shared, consumer: ConsumerId) -> Result<(), RunError> {
-    let options = &shared.options;
+    if shared.options.horizon.is_none() {
+        return Ok(());
+    }
+    let skew = shared.store.bounds(consumer).await?.id_skew;
+    check_horizon(&*shared.store, &*shared.broker, &shared.options, skew).await
+}
+
+/// Like [`check`], also for a consumer that never started. `skew` is that of the database.
+pub(super) async fn check_horizon(
+    store: &dyn Duties,
+    broker: &dyn Broker,
+    options: &ConsumerOptions,
+    skew: Duration,
+) -> Result<(), RunError> {
     let Some(horizon) = options.horizon else { return Ok(()) };
     let sources = Sources {
-        skew: shared.store.bounds(consumer).await?.id_skew,
-        topic: shared.broker.retention(&options.topics).await?,
-        outbox: shared.store.proven_kept().await?,
+        skew,
+        topic: broker.retention(&options.topics).await?,
+        outbox: store.proven_kept().await?,
         waiting: options.retry.longest(),
         dead: options.redrive_age_max,
     };

@@ -345,7 +345,7 @@ impl Retrier {
     fn failed(&mut self, head: LeasedMessage, error: HandlerError) -> Result<(), StoreError> {
         self.desk.is_over(std::slice::from_ref(&head));
         let options = &self.shared.options;
-        tracing::warn!(consumer = %options.name, id = %head.message.id, sent_id = %head.message.id_text, attempt = head.message.attempt, %error, "a handler failed");
+        verdict::failed(&options.name, &head.message, head.message.attempt, &error);
         let owed = match verdict::decide(&options.retry, &error, head.message.attempt) {
             Decision::Dead(reason) => Owed::Bury(Box::new(head), reason, error),
             Decision::InPlace(after) | Decision::Wait(after) => {

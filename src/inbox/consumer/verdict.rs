@@ -42,12 +42,23 @@ pub(super) fn id_reused(consumer: &str, item: &Item) -> Parked {
     dead(item, "id-reused", "the same id stands in the inbox with different content", false)
 }
 
+/// Logs, and returns the stored form of, a message that is dead without a try: it has no usable id,
+/// or no handler takes its kind. It does not stop later messages of its key.
+pub(super) fn not_handled(consumer: &str, item: &Item, reason: &str, error: &str) -> Parked {
+    tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, topic = %item.message.topic, reason, error, "a message is dead");
+    dead(item, reason, error, false)
+}
+
 /// Logs, and returns the stored form of, a message that is too old or from the future (R31). It
 /// does not stop later messages of its key.
 pub(super) fn out_of_time(consumer: &str, item: &Item, reason: &str) -> Parked {
-    tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, topic = %item.message.topic, reason, "a message is dead");
     let why = "its inbox row is deleted, or will be soon, so a second copy could not be told apart; redrive it if it was not handled";
-    dead(item, reason, why, false)
+    not_handled(consumer, item, reason, why)
+}
+
+/// Logs a failed try of a message; never its payload.
+pub(super) fn failed(consumer: &str, message: &Message, attempt: u32, error: &HandlerError) {
+    tracing::warn!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, kind = %message.kind, key = message.key_text(), attempt, %error, "a handler failed");
 }
 
 /// Reports a message that is dead because its handler ended the transaction.

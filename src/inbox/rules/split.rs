@@ -77,7 +77,7 @@ impl TransientFault {
     }
 
     /// Sets the count to zero. Call this when a batch succeeded.
-    pub(crate) fn is_over(&mut self) {
+    pub(crate) fn reset(&mut self) {
         self.times = 0;
     }
 
@@ -146,7 +146,7 @@ mod tests {
         }
         assert_eq!(shape(&fault.again(0..5, None, 0.5).parts), [(0, 3, false), (3, 5, false)]);
         assert_eq!(shape(&fault.again(0..3, None, 0.5).parts), [(0, 3, false)], "each half has three times of its own");
-        fault.is_over();
+        fault.reset();
         assert_eq!(fault.times(), 0);
         assert!(fault.again(0..3, None, 1.0).pause <= PAUSE_FIRST);
     }

@@ -58,7 +58,8 @@ pub struct RelayOptions {
     pub declare_topics: bool,
     /// How long a stop waits for rows in flight.
     pub shutdown_grace: Duration,
-    /// Whether the relay ends when the outbox is empty.
+    /// Whether the relay ends when the outbox is empty. Before, it tries each topic that took
+    /// nothing once, and sends what was held for the ones that take messages again.
     pub until_empty: bool,
 }
 

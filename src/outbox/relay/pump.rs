@@ -444,7 +444,11 @@ impl<'a> Pump<'a> {
     }
 
     fn nothing_left(&self) -> bool {
-        self.window.is_empty() && self.unsent.is_empty() && self.diverted.on_way() == 0 && self.release.is_idle()
+        self.window.is_empty()
+            && self.unsent.is_empty()
+            && self.diverted.on_way() == 0
+            && self.release.is_idle()
+            && !self.owes_a_trial()
     }
 
     /// Takes the outcomes that the broker has ready, without waiting.

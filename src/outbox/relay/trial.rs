@@ -131,6 +131,8 @@ pub(super) struct Trials {
     found: mpsc::UnboundedReceiver<(usize, Answer)>,
     /// Received and not yet handled.
     heard: VecDeque<(usize, Answer)>,
+    /// Blocked topics of which a trial of this session has told something.
+    tried: HashSet<String>,
 }
 
 #[derive(Debug)]
@@ -202,7 +204,8 @@ impl Trials {
         let (declare, every) = (options.declare_topics, options.probe);
         let (answers, found) = mpsc::unbounded_channel();
         let lanes = [0, 1].map(|number| Lane::start(number, broker, declare, &answers));
-        Self { lanes, broker: Arc::clone(broker), declare, every, answers, found, heard: VecDeque::new() }
+        let (heard, tried) = (VecDeque::new(), HashSet::new());
+        Self { lanes, broker: Arc::clone(broker), declare, every, answers, found, heard, tried }
     }
 
     /// Restarts a lane whose task has ended, which means a panic. That tells nothing about its
@@ -218,6 +221,12 @@ impl Trials {
         topics.iter().for_each(|topic| _ = pauses.lost(topic, why, false, self.every));
         self.lanes[number] = Lane::start(number, &self.broker, self.declare, &self.answers);
         self.lanes[number].width = (topics.len() / 2).max(1);
+        self.tried.extend(topics);
+    }
+
+    /// Whether a trial of this session has told something about this topic, also that it was lost.
+    pub(super) fn was_tried(&self, topic: &str) -> bool {
+        self.tried.contains(topic)
     }
 
     /// Starts a round with the topics that are due, in each lane that has none running.
@@ -225,6 +234,7 @@ impl Trials {
         for number in 0..self.lanes.len() {
             self.mend(number, pauses);
         }
+        self.tried.retain(|topic| blocked.contains(topic.as_str()));
         let now = Instant::now();
         for number in 0..self.lanes.len() {
             if !self.lanes[number].under_way.is_empty() {
@@ -286,6 +296,7 @@ impl Trials {
                 }
                 Answer::Said { topic, position, said } => (topic, position, said),
             };
+            self.tried.insert(topic.clone());
             let found = match (said, position) {
                 (Said::Taken, Some(position)) => TrialResult::Taken { topic, position },
                 (Said::Message, Some(position)) => TrialResult::Message { topic, position },

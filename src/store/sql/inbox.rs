@@ -13,6 +13,7 @@ pub(in crate::store) mod purge;
 
 use std::collections::HashSet;
 use std::fmt::Debug;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use uuid::Uuid;
@@ -51,6 +52,10 @@ pub(in crate::store) trait OwnInbox: SqlStore + Debug {
 }
 
 const FIND: &str = "select consumer_id, id_rule from oncebox.consumer where name = :name {lock}";
+
+const RULE: &str = "select id_rule from oncebox.consumer where name = :name";
+
+const SKEW: &str = "select value from oncebox.limits where name = 'id_skew_seconds'";
 
 const REGISTER: &str = "insert into oncebox.consumer (name, id_rule, registered_at, seen_at) \
     values (:name, :rule, {clock}, {clock}) {pg lite: on conflict (name) do nothing}{my: on duplicate key update name = name}";
@@ -149,6 +154,16 @@ impl<S: OwnInbox> Inbox for S {
         transaction.commit().await?;
         self.make_room().await?;
         Ok(consumer)
+    }
+
+    async fn check_registration(&self, spec: &ConsumerSpec) -> Result<Duration, StoreError> {
+        let mut session = self.reader().await?;
+        if let Some(row) = session.first(sql(RULE).bind("name", &spec.name)).await? {
+            spec.changes(&row.get::<String>(0)?)?;
+        }
+        let skew = session.first(sql(SKEW)).await?;
+        let skew = skew.ok_or_else(|| StoreError::Corrupt("the limit `id_skew_seconds` has no row".to_owned()))?;
+        Ok(Duration::from_secs(skew.get::<i64>(0)?.unsigned_abs()))
     }
 
     async fn seen(&self, consumer: ConsumerId, id_rule: &str) -> Result<bool, StoreError> {

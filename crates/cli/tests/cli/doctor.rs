@@ -74,6 +74,8 @@ fn settings_with_which_a_program_does_not_start_are_refused() {
             "consumers: settings",
             "have the name `a`",
         ),
+        ("consumer = [{ name = 'outbox', topics = ['t'] }]", "consumer outbox: settings", "choose another one"),
+        ("consumer = [{ name = 'c', topics = ['pay ments'] }]", "consumers: settings", "`pay ments`"),
         ("publisher.held_rows_max = 0", "publisher: settings", "publisher.held_rows_max"),
     ] {
         let done = doctor(&place, &["--config", &place.config(settings)]);
@@ -82,6 +84,39 @@ fn settings_with_which_a_program_does_not_start_are_refused() {
         assert!(refused.len() == 1 && refused[0].0 == name, "{refused:?}");
         assert!(done.stdout.contains(why), "{}", done.stdout);
     }
+}
+
+/// Shown by looking at the settings alone: the row of the horizon was `ok`, and of the id rule
+/// there was none.
+#[test]
+fn a_consumer_that_database_and_broker_do_not_let_start_is_refused_in_the_words_of_its_start() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.consume(&config).ok();
+    let file = std::fs::read_to_string(&config).unwrap();
+    let with = |setting: &str| file.replace("topics =", &format!("{setting}\ntopics ="));
+    for (settings, consumer, code, words) in [
+        (with("horizon = \"1d\""), "ledger", 4, "the inbox horizon of 1day is too short"),
+        (
+            with("horizon = \"1d\"").replace("\"ledger\"", "\"books\""),
+            "books",
+            4,
+            "the inbox horizon of 1day is too short",
+        ),
+        (with("id = \"payload:/paymentId\""), "ledger", 3, "started with the id rule `envelope`"),
+    ] {
+        let config = place.config(&settings);
+        let done = doctor(&place, &["--config", &config]);
+        done.ends_with(3, &["broken"]);
+        each_has_a_remedy(&done);
+        let refused: Vec<_> = findings(&done).into_iter().filter(|(_, severity, _)| severity == "refused").collect();
+        assert!(refused.len() == 1 && refused[0].0 == format!("consumer {consumer}: start"), "{refused:?}");
+        assert!(done.stdout.contains(words), "{}", done.stdout);
+        assert!(!done.stdout.contains(": horizon"), "{}", done.stdout);
+        place.consume(&config).fails(code, &[words]);
+    }
+    let started = place.json(&["status"])["consumers"].as_array().unwrap().len();
+    assert_eq!(started, 2, "`books` by its start, and not by the doctor");
 }
 
 #[test]

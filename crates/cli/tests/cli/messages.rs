@@ -154,6 +154,7 @@ fn a_statement_that_fails_is_tried_again_and_then_dead_with_the_words_of_the_dat
     place.enqueue("acc-7", &payment("p2"));
     place.publish();
     let mut consumer = place.consumer(&["--config", &config]).start();
+    consumer.says(&["a handler failed", "topic=payments", "kind=payment.created", "key=\"acc-7\"", "attempt=1"]);
     consumer.says(&["a message is dead"]);
     eventually("the next one of its key is held behind it", || (dead(&place)[0]["behind"] == 1).then_some(()));
     consumer.stop().ok();
@@ -219,7 +220,7 @@ fn a_foreign_message_without_a_usable_id_is_dead_and_says_why() {
             place.append(Some(error), headers, payload);
             place.append(Some(error), headers, payload);
         }
-        place.consume(&config).ok();
+        place.consume(&config).ok_saying(&["a message is dead", "reason=\"no-usable-id\""]);
         let dead = dead(&place);
         assert_eq!(dead.len(), 2 * cases.len(), "each of them stands for itself: {dead:?}");
         for message in &dead {
@@ -256,6 +257,6 @@ fn a_kind_that_no_handler_takes_is_acknowledged_or_dead_as_it_is_set() {
     place.consume(&config).ok();
     assert!(dead(&place).is_empty());
     place.append(None, &[("ce_id", "m-2"), ("ce_type", "payment.refunded")], "{}");
-    place.consume(&dead_config).ok();
+    place.consume(&dead_config).ok_saying(&["a message is dead", "reason=\"unhandled\""]);
     the_dead_one(&place, "ledger", "unhandled", &["payment.refunded"]);
 }

@@ -121,6 +121,15 @@ fn until_empty_and_until_idle_end_by_themselves_with_everything_done_once() {
     place.enqueue("acc-9", "{}");
     place.publish();
     place.consume(&config).ok_saying(&["idle, but messages wait or are dead", "oncebox dead list"]);
+
+    // Another consumer says nothing of what is dead at this one.
+    let other = place.config(
+        "[[consumer]]\nname = 'books'\ntopics = ['payments']\n\
+         [[consumer.on]]\nkind = 'none'\nhandler = 'sql'\nsql = ['select 1']\n",
+    );
+    let done = place.consume(&other);
+    assert!(!done.stderr.contains("messages wait or are dead"), "{done:?}");
+    done.ok();
 }
 
 /// A consumer keeps the rule by which it told messages apart: another one would take known messages

@@ -130,6 +130,11 @@ fn a_setting_out_of_its_bounds_ends_the_program_that_uses_it() {
             &["`c`", "retry", "`attempts_max`"],
         ),
         (format!("consumer = [{{ name = 'c', topics = ['t', 't'], {on} }}]"), &["`c`", "topics", "`t`", "twice"]),
+        (format!("consumer = [{{ name = 'outbox', topics = ['t'], {on} }}]"), &["`outbox`", "choose another one"]),
+        (
+            format!("consumer = [{{ name = 'c', topics = ['t', 'pay ments'], {on} }}]"),
+            &["`c`", "topics", "`pay ments`", "A-Z, a-z, 0-9"],
+        ),
         (format!("consumer = [{{ name = 'c', topics = [''], {on} }}]"), &["`c`", "topics", "at least one character"]),
         (
             format!("consumer = [{{ name = 'c', topics = ['t'], queues = {{ t = '' }}, {on} }}]"),

@@ -14,7 +14,7 @@ use super::{Connection, Fixture, Trial};
 use oncebox::adapter::Position;
 use oncebox::error::StoreError;
 use oncebox::message::{ContentHash, MessageId, identity};
-use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, Opened, Proof};
+use oncebox::store::{ConsumerSpec, Holding, Inbox, InboxEntry, Opened, Operator, Proof};
 
 /// A consumer is registered once. Its id rule changes only if the operator accepts that (R31).
 pub async fn a_consumer_keeps_its_number_and_its_id_rule<F: Fixture>(trial: &Trial<F>) {
@@ -24,6 +24,14 @@ pub async fn a_consumer_keeps_its_number_and_its_id_rule<F: Fixture>(trial: &Tri
     let changed = ConsumerSpec { id_rule: "header:event-id".into(), ..spec("ledger") };
     let refused = trial.store.register(&changed).await;
     assert!(matches!(&refused, Err(StoreError::Refused(why)) if why.contains("--accept")), "{refused:?}");
+    // Who only looks gets the same answer.
+    let looked = trial.store.check_registration(&changed).await;
+    assert!(matches!(&looked, Err(StoreError::Refused(why)) if why.contains("--accept")), "{looked:?}");
+    for name in ["ledger", "never-started"] {
+        assert!(!trial.store.check_registration(&spec(name)).await.unwrap().is_zero());
+    }
+    let started = trial.store.status().await.unwrap().consumers;
+    assert!(started.iter().all(|one| one.name != "never-started"), "looking registers nobody: {started:?}");
     let accepted = ConsumerSpec { accept: true, ..changed.clone() };
     assert_eq!(trial.store.register(&accepted).await.unwrap(), number);
     assert_eq!(trial.store.register(&changed).await.unwrap(), number, "the new rule stands");

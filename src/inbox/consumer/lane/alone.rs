@@ -40,7 +40,10 @@ pub(super) enum Why {
 pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool) {
     let mut suspect = matches!(why, Why::Suspect);
     let mut failure = match why {
-        Why::Failed(error) => Some(error),
+        Why::Failed(error) => {
+            say_failed(lane, &item, 1, &error);
+            Some(error)
+        }
         Why::WaitedForALock(error) => return wait_behind_its_key(lane, item, &error, 0).await,
         Why::Suspect | Why::Transient => None,
     };
@@ -175,7 +178,7 @@ async fn revoked(item: &Item) {
 }
 
 fn say_failed(lane: &Lane, item: &Item, attempt: u32, error: &HandlerError) {
-    tracing::warn!(consumer = %lane.shared.options.name, id = %item.message.id, sent_id = %item.message.id_text, attempt, %error, "a handler failed");
+    verdict::failed(&lane.shared.options.name, &item.message, attempt, error);
 }
 
 /// Stores the error text of a try that is already counted.

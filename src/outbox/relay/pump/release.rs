@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use super::Pump;
 use crate::message::OutgoingMessage;
-use crate::observe::Trouble;
+use crate::observe::{self, Trouble};
 use crate::outbox::port::{Diversion, OperatorRequest, OutboxRow};
 use crate::outbox::relay::TOPICS;
 use crate::outbox::relay::ending::Doubt;
@@ -248,6 +248,8 @@ impl Pump<'_> {
                 }
                 TrialResult::Taken { topic, position } => {
                     tracing::info!(%topic, "the destination takes messages again; those that are held go there now");
+                    // No row of the window: the other place that counts does not see it.
+                    observe::published(self.relay.broker.name(), 1);
                     self.window.proven_beside(position);
                     self.diverted.goes(position);
                     self.opened(topic);
@@ -271,6 +273,14 @@ impl Pump<'_> {
         let why = first.map(|first| format!("no topic takes messages, {} blocked: {first}", blocked.len()));
         self.show_blocked(why);
         Ok(moved)
+    }
+
+    /// Whether a blocked topic was not tried yet in this session, although one of its rows could be
+    /// sent. So a relay that ends when the outbox is empty tries each of them once before.
+    pub(super) fn owes_a_trial(&self) -> bool {
+        let untried = |topic: &str| !self.release.open.contains(topic) && !self.trials.was_tried(topic);
+        let topics: HashSet<&str> = self.diverted.blocked_topics().filter(|topic| untried(topic)).collect();
+        !topics.is_empty() && self.diverted.releasable(|topic| topics.contains(topic)).next().is_some()
     }
 
     /// Stores what trials told of topics: with the first row of each, unless a row of it says so
