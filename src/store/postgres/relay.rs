@@ -158,8 +158,9 @@ impl Outbox for PostgresStore {
         // Not of the pool, which may be of one connection.
         let mut listener = PgListener::connect_with(&self.pool.single()).await?;
         listener.eager_reconnect(false);
-        // The server also closes the connection of a process that takes nothing.
-        let settings = AssertSqlSafe(format!("{KEEPALIVE} set tcp_user_timeout = '30s'"));
+        // The server also closes the connection of a process that takes nothing. It must not close
+        // this one because it rests.
+        let settings = AssertSqlSafe(format!("{KEEPALIVE} set tcp_user_timeout = '30s'; set idle_session_timeout = 0"));
         timeout(ANSWER, listener.execute(settings)).await.map_err(silent)??;
         timeout(ANSWER, listener.listen(channel!())).await.map_err(silent)??;
         // What was committed before nobody has announced to it.
