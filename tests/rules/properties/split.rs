@@ -37,7 +37,7 @@ impl Lane {
                 stack.extend(again.parts.into_iter().rev().map(|part| Part { alone, ..part }));
                 continue;
             }
-            self.fault.is_over();
+            self.fault.reset();
             let first_bad = messages.clone().find(|index| bad[*index]);
             let plan = match (first_bad, failure) {
                 (Some(_), _) if alone => {
