@@ -399,7 +399,8 @@ async fn m4_two_operations_of_one_name_are_refused_unless_they_are_one() {
     protect(Endpoint::raw("other", same_tx())).expect("another name");
     protect(Endpoint::raw("layer", Route::new(Mode::Edge))).unwrap();
     let counts_headers = vec![("x-other".to_owned(), 1)];
-    protect(Endpoint::raw("layer", Route { counts_headers, ..Route::new(Mode::Edge) })).expect_err("another definition");
+    protect(Endpoint::raw("layer", Route { counts_headers, ..Route::new(Mode::Edge) }))
+        .expect_err("another definition");
     assert_eq!(world.engine.protected().len(), 5);
 }
 
