@@ -318,6 +318,7 @@ impl Front {
         let look = match self.find(&identity).await {
             Ok(look) => look,
             Err(error) => {
+                self.engine.reach().failed(&identity, &error);
                 tracing::warn!(operation = %self.endpoint.operation(), %error, "a key could not be looked for");
                 self.note(Noted::StoreError("find"));
                 return (self.decide(KeyFound::Unreachable), Seen::Nobody);
