@@ -303,7 +303,7 @@ fn a_message_with_a_reused_id_is_redriven_only_under_a_new_one() {
 }
 
 /// A payment that waits for an hour, because the ledger is closed.
-fn with_a_waiting_payment() -> (Place, String) {
+pub(crate) fn with_a_waiting_payment() -> (Place, String) {
     let place = Place::migrated();
     let config = std::fs::read_to_string(place.ledger()).unwrap();
     let long = [("attempts_max = 2", "attempts_max = 9"), ("\"20ms\"", "\"1h\""), ("\"50ms\"", "\"1h\"")];
