@@ -22,7 +22,7 @@ use oncebox::operation::{
 };
 use oncebox::sqlx::{SqlitePool, query, raw_sql};
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, StoreOptions};
+use oncebox::store::{Base, Schema, StoreOptions};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -107,7 +107,9 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     start_logging(LogFormat::Text, "info")?;
     let metrics = PrometheusBuilder::new().install_recorder()?;
     let url = std::env::var("ONCEBOX_DATABASE__URL").unwrap_or_else(|_| "sqlite://oncebox.db".to_owned());
-    let store = SqliteStore::connect(&StoreOptions::new(url)).await?;
+    let store = SqliteStore::connect(&StoreOptions::new(url.clone())).await?;
+    // Without the tables of oncebox it ends here, and says what to do.
+    store.schema().await?.require().map_err(|why| format!("{url}: {why}"))?;
     raw_sql(TABLES).execute(store.pool()).await?;
     let engine = Engine::new(store, EngineOptions::default());
 

@@ -71,6 +71,26 @@ impl StoreError {
         matches!(self, Self::Busy(_) | Self::Unavailable(_) | Self::CommitUnknown(_))
     }
 
+    /// Whether tables of oncebox are missing, as the database said.
+    pub(crate) fn is_schema_missing(&self) -> bool {
+        match self {
+            Self::SchemaMissing(_) => true,
+            Self::Other(error) => classify::is_schema_missing(error),
+            _ => false,
+        }
+    }
+
+    /// The same error, as [`Self::SchemaMissing`] where the database said that tables of oncebox
+    /// are missing.
+    pub(crate) fn or_schema_missing(self) -> Self {
+        match &self {
+            Self::Other(sqlx::Error::Database(error)) if self.is_schema_missing() => {
+                Self::SchemaMissing(classify::message_and_code(error.as_ref()))
+            }
+            _ => self,
+        }
+    }
+
     /// Whether the server's certificate is not trusted, or TLS is required and the server has none.
     /// At start the program ends with this error. During work it is shown and retried, because the
     /// server may get another certificate.
@@ -273,7 +293,13 @@ impl<T, E: std::fmt::Display> Terminal<T> for Result<T, E> {
 #[must_use]
 pub fn words(error: &sqlx::Error) -> String {
     match error {
-        sqlx::Error::Database(database) => classify::of_whom(database.as_ref()),
+        sqlx::Error::Database(database) => {
+            let said = classify::message_and_code(database.as_ref());
+            match classify::is_schema_missing(error) {
+                true => format!("{said}; where the schema of oncebox is missing or old, run `oncebox migrate up`"),
+                false => said,
+            }
+        }
         sqlx::Error::Io(error) if classify::is_untrusted_io(error) => format!(
             "its certificate is not trusted ({error}); set `ca_file` to its authority, and use the host name that stands in it"
         ),

@@ -209,7 +209,7 @@ pub struct DeadMessage {
     /// Tries that were counted so far.
     pub attempts: u32,
     /// When it became dead or held; for a waiting message, when it was stored.
-    pub dead_at: DateTime<Utc>,
+    pub since: DateTime<Utc>,
     /// When it is tried next. None if it is dead, if it waits for an earlier message of its key, or
     /// if its topic cannot be sent to. The relay tries such a topic every 30 s, or at the probe
     /// interval of the publisher if that is longer, and sends its messages when that succeeds.

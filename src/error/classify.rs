@@ -1,9 +1,10 @@
-//! Classifies errors of sqlx: the only place with the error codes of all three databases (R27).
+//! Classifies errors of sqlx: the only place that decides which errors are transient (R27).
 //!
 //! Promise: an unknown code becomes `Other` (or `Limit` if a limit is broken), which the runtime
 //! counts as a failure of the message. The codes in the lists below are transient. Sources:
 //! PostgreSQL appendix A (SQLSTATE), MariaDB and MySQL server error reference, SQLite result codes.
-//! Not here: errors of brokers (`broker`).
+//! Not here: errors of brokers (`broker`), and codes that one adapter asks for at one statement
+//! (`store`).
 
 use sqlx::error::DatabaseError;
 
@@ -33,8 +34,34 @@ pub(super) fn of_tls(said: String, is_built: bool) -> String {
     }
 }
 
-/// The message and the code of a database.
-pub(super) fn of_whom(error: &dyn DatabaseError) -> String {
+/// Whether the database says that a table, a function or the schema of oncebox is not there. A
+/// partition is not meant (its name ends with a digit): it may have gone since its name was read.
+pub(crate) fn is_schema_missing(error: &sqlx::Error) -> bool {
+    let sqlx::Error::Database(database) = error else { return false };
+    let message = database.message();
+    #[cfg(feature = "mysql")]
+    if let Some(error) = database.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
+        // Of a table, and of a procedure or function: `'shop.oncebox_outbox'`.
+        return matches!(error.number(), 1146 | 1305) && message.contains(".oncebox_");
+    }
+    #[cfg(any(feature = "sqlite", feature = "embedded"))]
+    if database.try_downcast_ref::<sqlx::sqlite::SqliteError>().is_some() {
+        let table = message.strip_prefix("no such table: ");
+        return table.is_some_and(|table| table.trim_start_matches("main.").starts_with("oncebox_"));
+    }
+    match database.code().as_deref() {
+        Some("3F000") => message.contains("\"oncebox\""),
+        Some("42883") => message.contains(" oncebox."),
+        Some("42P01") => message
+            .split('"')
+            .nth(1)
+            .is_some_and(|name| name.starts_with("oncebox.") && !name.ends_with(|last: char| last.is_ascii_digit())),
+        _ => false,
+    }
+}
+
+/// The message and the code of a database, as one text.
+pub(super) fn message_and_code(error: &dyn DatabaseError) -> String {
     let message = error.message();
     #[cfg(feature = "mysql")]
     if let Some(error) = error.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
@@ -101,7 +128,7 @@ pub(crate) fn is_read_only(error: &sqlx::Error) -> bool {
 /// False for a full disk and for a server that starts, stops or has no connection left, because
 /// these are the same for all statements.
 #[cfg(feature = "consumer")]
-pub(crate) fn may_be_the_statements(error: &sqlx::Error) -> bool {
+pub(crate) fn may_be_caused_by_the_statement(error: &sqlx::Error) -> bool {
     match error {
         sqlx::Error::Io(_) | sqlx::Error::Protocol(_) => true,
         sqlx::Error::Database(database) => {

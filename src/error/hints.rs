@@ -14,7 +14,7 @@ impl Hints {
     /// The hints of an error of a database.
     pub(super) fn of(sql: Option<&sqlx::Error>, store: Option<&StoreError>) -> Self {
         let may_be_its_own =
-            sql.is_some_and(classify::may_be_the_statements) || store.is_some_and(StoreError::may_be_its_own);
+            sql.is_some_and(classify::may_be_caused_by_the_statement) || store.is_some_and(StoreError::may_be_its_own);
         let late = sql.is_some_and(classify::is_lock_wait)
             || matches!(store, Some(StoreError::Busy(error)) if classify::is_lock_wait(error));
         Self { may_be_its_own, late, of: None }
@@ -27,7 +27,7 @@ impl StoreError {
         match self {
             Self::Busy(_) | Self::CommitUnknown(_) | Self::Fenced(_) => false,
             Self::SchemaMissing(_) | Self::SchemaOld { .. } | Self::SchemaNewer { .. } => false,
-            Self::Unavailable(error) => classify::may_be_the_statements(error),
+            Self::Unavailable(error) => classify::may_be_caused_by_the_statement(error),
             Self::Refused(_) | Self::Limit(_) | Self::Corrupt(_) | Self::Other(_) => true,
         }
     }

@@ -1,6 +1,6 @@
 //! The metrics and spans of the operation engine (M103 to M105).
 //!
-//! Promise: a key is shown only as a short hash, and a tenant never. The label `operation` is a
+//! Promise: a key is shown only by its hash, and a tenant never. The label `operation` is a
 //! name that the author of an operation chose. Not here: the decisions (`operation::rules`).
 
 use std::time::Duration;

@@ -167,9 +167,9 @@ impl Front {
         self.endpoint.route().wait_max
     }
 
-    /// A short hash of the key for logs; empty if there is no key.
+    /// The hash of the key for logs; empty if there is no key.
     pub(crate) fn short_key(&self) -> String {
-        self.identity.as_ref().map(|identity| identity.key().short_hash()).unwrap_or_default()
+        self.identity.as_ref().map(|identity| identity.short_hash()).unwrap_or_default()
     }
 
     /// The answer to a request that is refused before the store is asked and the body is read: no
@@ -318,6 +318,7 @@ impl Front {
         let look = match self.find(&identity).await {
             Ok(look) => look,
             Err(error) => {
+                self.engine.reach().failed(&identity, &error);
                 tracing::warn!(operation = %self.endpoint.operation(), %error, "a key could not be looked for");
                 self.note(Noted::StoreError("find"));
                 return (self.decide(KeyFound::Unreachable), Seen::Nobody);

@@ -5,18 +5,23 @@
 //! refused at once and do not wait for a connection; calls that already wait for the store end with
 //! an error.
 //!
+//! A store without tables of oncebox gives a sign of life all the same. A request that finds them
+//! missing says so here ([`Reach::failed`]). The health shows it until the task can read the key of
+//! that request, so the end is seen without another request.
+//!
 //! Promise: an outage is known after at most [`EVERY`] plus [`SIGN_MAX`], and so is its end.
 
 use std::future::Future;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::error::StoreError;
-use crate::observe::{Health, PartState};
+use crate::observe::{Health, PartState, Trouble};
 use crate::operation::port::Keys;
+use crate::operation::rules::Identity;
 use crate::task;
 
 const EVERY: Duration = Duration::from_millis(250);
@@ -29,20 +34,26 @@ const TURN: Duration = Duration::from_millis(50);
 /// between two tries of a begin.
 const GRACE: Duration = Duration::from_millis(500);
 const PART: &str = "operations";
+const SCHEMA: &str = "schema";
 
 /// Why the store is away; `None`: it answers.
 type Away = Option<String>;
 
+/// The key of a request that found tables of oncebox missing; `None`: they are there.
+type Missing = Arc<Mutex<Option<Identity>>>;
+
 #[derive(Debug)]
 pub(super) struct Reach {
     away: Arc<watch::Sender<Away>>,
+    missing: Missing,
     health: Health,
     asking: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Reach {
     pub(super) fn new(health: Health) -> Self {
-        Self { away: Arc::new(watch::Sender::new(None)), health, asking: Mutex::new(None) }
+        let away = Arc::new(watch::Sender::new(None));
+        Self { away, missing: Missing::default(), health, asking: Mutex::new(None) }
     }
 
     /// Starts the task that asks, if there is a Tokio runtime and the task does not run yet.
@@ -56,8 +67,18 @@ impl Reach {
             *asking = Some(runtime.spawn(task::boxed(ask(
                 Arc::clone(store),
                 Arc::downgrade(&self.away),
+                Arc::clone(&self.missing),
                 self.health.clone(),
             ))));
+        }
+    }
+
+    /// Notes that the record of this key could not be read. Where tables of oncebox are missing,
+    /// the health shows it.
+    pub(super) fn failed(&self, identity: &Identity, error: &StoreError) {
+        if error.is_schema_missing() {
+            self.health.trouble(PART, SCHEMA, Some(Trouble::Stops(error.to_string())));
+            *held(&self.missing) = Some(identity.clone());
         }
     }
 
@@ -102,9 +123,20 @@ fn gone(why: &str) -> StoreError {
     StoreError::Unavailable(sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::NotConnected, why)))
 }
 
-async fn ask(store: Arc<dyn Keys>, away: Weak<watch::Sender<Away>>, health: Health) {
+fn held(missing: &Missing) -> MutexGuard<'_, Option<Identity>> {
+    missing.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+async fn ask(store: Arc<dyn Keys>, away: Weak<watch::Sender<Away>>, missing: Missing, health: Health) {
     loop {
-        let now = sign_of_life(store.as_ref()).await.err();
+        let now = in_time(store.sign_of_life()).await.err();
+        let unread = held(&missing).clone();
+        if let Some(identity) = unread
+            && in_time(store.find(&identity)).await.is_ok()
+        {
+            *held(&missing) = None;
+            health.trouble(PART, SCHEMA, None);
+        }
         let Some(away) = away.upgrade() else { return };
         health.set(PART, now.clone().map_or(PartState::Ready, PartState::Waiting));
         away.send_if_modified(|was| {
@@ -117,11 +149,12 @@ async fn ask(store: Arc<dyn Keys>, away: Weak<watch::Sender<Away>>, health: Heal
     }
 }
 
-async fn sign_of_life(store: &dyn Keys) -> Result<(), String> {
-    let mut sign = std::pin::pin!(store.sign_of_life());
+/// Runs a call of the store for at most [`SIGN_MAX`].
+async fn in_time<T>(call: impl Future<Output = Result<T, StoreError>>) -> Result<T, String> {
+    let mut call = std::pin::pin!(call);
     for _ in 0..SIGN_MAX.as_millis() / TURN.as_millis() {
-        if let Ok(sign) = tokio::time::timeout(TURN, sign.as_mut()).await {
-            return sign.map_err(|error| error.to_string());
+        if let Ok(done) = tokio::time::timeout(TURN, call.as_mut()).await {
+            return done.map_err(|error| error.to_string());
         }
     }
     Err(format!("nothing is heard within {}", humantime::format_duration(SIGN_MAX)))

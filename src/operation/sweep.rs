@@ -120,7 +120,7 @@ async fn end(engine: &Core, endpoint: &Registered, limit: u32, asks: &mut Vec<Re
             Mode::Phased => continue,
         };
         if let Err(error) = &ended {
-            let key = record.identity.key().short_hash();
+            let key = record.identity.short_hash();
             tracing::warn!(operation = %endpoint.operation(), key, %error, "an abandoned claim could not be ended; the next sweep tries again");
         }
         if let Err(StoreError::Unavailable(_)) = ended {
@@ -144,7 +144,7 @@ async fn ask(engine: &Core, endpoint: &Registered, asks: Vec<Record>) {
     asks.for_each_concurrent(RECONCILED_AT_ONCE, |record| async move {
         let Some(task) = reconcile::wake(engine, endpoint, &record) else { return };
         if let Err(error) = task.await {
-            let key = record.identity.key().short_hash();
+            let key = record.identity.short_hash();
             tracing::error!(operation = %endpoint.operation(), key, %error, "a reconciliation panicked; it is repeated when its lease ends");
         }
     })
@@ -155,7 +155,7 @@ async fn mark_unknown(engine: &Core, endpoint: &Registered, record: &Record) -> 
     if engine.store().mark_unknown(record).await? == Fenced::LostOwnership {
         return Ok(());
     }
-    let (operation, key) = (endpoint.operation().as_str(), record.identity.key().short_hash());
+    let (operation, key) = (endpoint.operation().as_str(), record.identity.short_hash());
     if record.mode == Mode::Transactional {
         observe::noted(operation, &key, Noted::TransactionEnded);
     }
@@ -169,7 +169,7 @@ async fn free(engine: &Core, endpoint: &Registered, record: &Record) -> Result<(
     let claim = reconcile::claim_of(endpoint, record);
     let Some(owned) = engine.store().claim(&claim, Basis::Reconcile(record)).await? else { return Ok(()) };
     if reconcile::free(engine, endpoint, record, &owned).await? {
-        let (operation, key) = (endpoint.operation(), record.identity.key().short_hash());
+        let (operation, key) = (endpoint.operation(), record.identity.short_hash());
         tracing::info!(%operation, key, "an abandoned bridged claim was deleted: nothing took effect, and its key is free");
     }
     Ok(())

@@ -55,13 +55,13 @@ pub trait Enqueue: Send {
 /// that matters, lock a common row first, such as the account's.
 ///
 /// # Errors
-/// [`StoreError::Limit`] where the message breaks a limit, otherwise the error of the database.
-/// Roll the transaction back.
+/// [`StoreError::Limit`] where the message breaks a limit; [`StoreError::SchemaMissing`] where the
+/// database has no outbox; otherwise the error of the database. Roll the transaction back.
 ///
 /// # Cancel safety
 /// As [`Enqueue::write`].
 pub async fn enqueue<C: Enqueue>(connection: &mut C, message: NewMessage) -> Result<Uuid, StoreError> {
-    let ids = connection.write(vec![message]).await?;
+    let ids = connection.write(vec![message]).await.map_err(StoreError::or_schema_missing)?;
     ids.first().copied().ok_or_else(|| StoreError::Corrupt("the outbox returned no id".to_owned()))
 }
 
@@ -76,7 +76,7 @@ pub async fn enqueue_all<C: Enqueue>(connection: &mut C, messages: Vec<NewMessag
     if messages.is_empty() {
         return Ok(Vec::new());
     }
-    connection.write(messages).await
+    connection.write(messages).await.map_err(StoreError::or_schema_missing)
 }
 
 /// Commits, and gives a hint to a relay in this process, and to those of other processes where a

@@ -107,7 +107,7 @@ async fn r19_nothing_is_produced_to_a_topic_before_it_was_seen() {
     let topic = kafka.topic.clone();
     let row = |name: &str| message(&topic, Some("k"), name);
     let mut publisher = kafka.broker().publisher().await.unwrap();
-    assert_eq!(publisher.topic(&topic).await.unwrap(), TopicState::NotReady("it does not exist".into()));
+    assert_eq!(publisher.topic(&topic).await.unwrap(), TopicState::NotReady("the topic does not exist".into()));
     publisher.send(vec![(1, row("r1")), (2, row("r2"))]).await.unwrap();
     // The moment of danger: the topic is made when r1 and r2 have failed, and r3 is on its way.
     tokio::time::sleep(Duration::from_millis(1_000)).await;

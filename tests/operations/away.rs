@@ -4,7 +4,10 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use oncebox::operation::{Code, Route, WhileRunning};
+use oncebox::observe::Health;
+use oncebox::operation::{Code, EngineOptions, Route, WhileRunning};
+use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{Base, Keys, Schema, StoreOptions};
 
 use super::crowd::door;
 use super::kit::*;
@@ -242,4 +245,26 @@ async fn what_waits_for_another_process_when_the_database_goes_away_has_not_begu
     gate.let_go();
     first(runs.await.unwrap());
     assert_eq!((gate.calls(), count(&url, "select count(*) from effect").await), (1, 1));
+}
+
+// Shown by: a health that knows signs of life only; one that shows it until the next request.
+#[tokio::test]
+async fn a_service_without_the_schema_is_not_ready_and_says_so_until_it_is_migrated() {
+    let directory = tempfile::tempdir().unwrap();
+    let url = format!("sqlite://{}", directory.path().join("operations.db").display());
+    let unmade = SqliteStore::connect(&StoreOptions::new(url.clone())).await.unwrap();
+    let unread = unmade.find(&identity("t1", K1)).await.unwrap_err();
+    assert!(unread.to_string().contains("operations.db is not there; run `oncebox migrate up`"), "{unread}");
+    let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url.clone()) }).await.unwrap();
+    let health = Health::default();
+    let world =
+        World::on(store, &url).await.process(EngineOptions { health: health.clone(), ..EngineOptions::default() });
+    let route = world.protect(same_tx());
+    problem(run(&world, &route, K1, "a", effect(&Gate::open())).await, Code::StoreUnavailable);
+    let lines = health.lines().join("\n");
+    assert!(!health.is_ready() && lines.contains("run `oncebox migrate up`"), "{lines}");
+    world.store.migrate().await.unwrap();
+    until("it is ready", || async { health.is_ready() }).await;
+    assert_eq!(health.lines().len(), 1, "{:?}", health.lines());
+    first(run(&world, &route, K1, "a", effect(&Gate::open())).await);
 }

@@ -8,10 +8,10 @@ use axum::http::StatusCode;
 use axum::response::IntoResponse;
 use axum::routing::post as route_post;
 use oncebox::HandlerError;
+use oncebox::adapter::hex;
 use oncebox::http::idempotency::IdempotencyLayer;
 use oncebox::operation::{
-    Code, EffectTx, Endpoint, EngineOptions, Guard, Key, KeyFormat, Mode, Outcome, Reply, Retention, Route,
-    WhileRunning,
+    Code, EffectTx, Endpoint, EngineOptions, Guard, Mode, Outcome, Reply, Retention, Route, WhileRunning,
 };
 use oncebox::sqlx::query_scalar;
 use oncebox::store::sqlite::SqliteStore;
@@ -87,8 +87,9 @@ fn refused(heard: &Heard, code: Code) -> f64 {
     heard.metric(REJECTED, &[("operation", "put"), ("code", code.as_str())])
 }
 
+/// The hash of a key as `oncebox keys` lists it: the first 12 digits of the record's digest.
 fn hash(key: &str) -> String {
-    Key::parse(key.as_bytes(), KeyFormat::Opaque).unwrap().short_hash()
+    hex(&identity("t1", key).digest())[..12].to_owned()
 }
 
 /// A world whose engine takes bodies of a thousand bytes in all.

@@ -3,8 +3,9 @@
 
 use std::sync::atomic::Ordering;
 
+use oncebox::adapter::hex;
 use oncebox::operation::provider::{Answer, Strategy};
-use oncebox::operation::{Answered, Code, Key, KeyFormat};
+use oncebox::operation::{Answered, Code, Identity, Key, KeyFormat, Scope};
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, StoreOptions};
 
@@ -32,8 +33,10 @@ fn taken_up(heard: &Heard) -> f64 {
 /// The spans of this name are those of the first key.
 fn are_of_one(heard: &Heard, name: &str) -> usize {
     let spans = heard.spans(name);
-    let hash = Key::parse(ONE.as_bytes(), KeyFormat::Opaque).unwrap().short_hash();
-    assert!(spans.iter().all(|span| span["operation"] == "create_charge" && span["key"] == hash), "{spans:?}");
+    let key = Key::parse(ONE.as_bytes(), KeyFormat::Opaque).unwrap();
+    let identity = Identity::new(&Scope::new("t1", "p1").unwrap(), "create_charge".parse().unwrap(), key);
+    let hash = &hex(&identity.digest())[..12];
+    assert!(spans.iter().all(|span| span["operation"] == "create_charge" && span["key"] == *hash), "{spans:?}");
     spans.len()
 }
 

@@ -63,7 +63,12 @@ pub(super) fn row(consumer: &ConsumerStatus) -> [String; 7] {
 
 /// A consumer that was not seen for this long is not there: each of its processes reports every ten
 /// seconds.
-pub(super) const ABSENT: Duration = Duration::from_secs(60);
+const ABSENT: Duration = Duration::from_secs(60);
+
+/// Whether no process of this consumer runs.
+pub(super) fn is_absent(consumer: &ConsumerStatus) -> bool {
+    consumer.seen_seconds_ago > ABSENT.as_secs_f64()
+}
 
 /// When a process of this consumer was last seen, for people.
 pub(super) fn seen(consumer: &ConsumerStatus) -> String {

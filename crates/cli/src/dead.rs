@@ -13,6 +13,7 @@ use uuid::Uuid;
 
 use super::act::{Act, of_all, refused};
 use super::common::{CommonArgs, Output, failed, hint_of_more, limit, listed, printable, printable_lines};
+use super::consumers::{is_absent, seen};
 use super::progress::{Batches, shown};
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, say};
@@ -264,7 +265,9 @@ async fn list(store: &dyn Duties, filter: &DeadFilter, output: Output) -> Result
         "since",
     ];
     let rows = dead.iter().map(|message| {
-        let error: String = message.error.as_deref().unwrap_or("").chars().take(60).collect();
+        // What holds a topic is both: the reason, and the last error.
+        let error = message.error.as_deref().filter(|error| *error != message.reason);
+        let error: String = error.unwrap_or("").chars().take(60).collect();
         [
             message.number.clone(),
             State::of(message.state).to_owned(),
@@ -281,7 +284,7 @@ async fn list(store: &dyn Duties, filter: &DeadFilter, output: Output) -> Result
             message.attempts.to_string(),
             message.next_try.map_or_else(String::new, |at| at.format("%H:%M:%S").to_string()),
             message.behind.to_string(),
-            message.dead_at.format("%Y-%m-%d %H:%M:%S").to_string(),
+            message.since.format("%Y-%m-%d %H:%M:%S").to_string(),
         ]
     });
     listed(output, &serde_json::json!({ "dead": dead }), header, rows)
@@ -318,7 +321,7 @@ async fn show(store: &dyn Duties, number: &str, payload_to: Option<&Path>, outpu
     data!("reason        {}", printable(&message.reason));
     data!("tries         {}", message.attempts);
     data!("behind it     {}", message.behind);
-    data!("since         {}", message.dead_at.to_rfc3339());
+    data!("since         {}", message.since.to_rfc3339());
     data!("next try      {}", message.next_try.map_or_else(|| "-".to_owned(), |at| at.to_rfc3339()));
     data!("requested     {}", message.requested.as_deref().unwrap_or("-"));
     for (name, value) in &message.headers {
@@ -471,16 +474,55 @@ async fn act_on(
     for number in &already_handled {
         data!("{would}discard {number}: another copy of it was handled since");
     }
+    for (number, became) in became.iter().filter(|_| !wait.is_zero()) {
+        data!("{number}: {}", printable(&became.to_string()));
+    }
+    let open = became.iter().filter(|(number, became)| matches!(became, Became::Open) && number.starts_with('c'));
+    hint_of_consumers(store, open.map(|(number, _)| number.clone()).collect(), wait).await?;
     if !wait.is_zero() {
-        for (number, became) in &became {
-            data!("{number}: {}", printable(&became.to_string()));
-        }
         return done();
+    }
+    if verb == "redrive" && found == 0 {
+        hint_of_held(store, which).await?;
     }
     if !act.dry_run && numbers.iter().any(|number| number.starts_with('o')) {
         data!("the publisher carries out what concerns the outbox");
     }
-    if became.keys().any(|number| number.starts_with('c')) {
+    Ok(())
+}
+
+/// Says that what a redrive left alone goes by itself: held messages that match.
+async fn hint_of_held(store: &dyn Duties, which: &Which) -> Result<(), AppError> {
+    if which.state.is_some() || !which.numbers.is_empty() {
+        return Ok(());
+    }
+    let filter = DeadFilter { states: states(Some(State::Held)), ..which.filter.to_store(store).await? };
+    let held = store.dead_numbers(&filter).await?.len();
+    if held > 0 {
+        let why = "they go by themselves once what holds them is mended; `oncebox dead list --state held` shows it";
+        say("INFO", &format!("hint: none that is dead matches; held ones do, {held}: {why}"));
+    }
+    Ok(())
+}
+
+/// Says who handles these messages, which were redriven and not tried yet: their consumers, or
+/// nobody where no process of a consumer runs.
+///
+/// It looks at the first messages alone: there may be very many.
+async fn hint_of_consumers(store: &dyn Duties, mut numbers: Vec<String>, wait: Duration) -> Result<(), AppError> {
+    if numbers.is_empty() {
+        return Ok(());
+    }
+    numbers.truncate(BATCH);
+    let filter = DeadFilter { states: states(None), limit: numbers.len(), numbers, ..DeadFilter::default() };
+    let open = store.dead(&filter).await?;
+    let consumers = store.status().await?.consumers;
+    let absent = consumers.iter().filter(|one| is_absent(one) && open.iter().any(|message| place(message) == one.name));
+    let absent: Vec<_> = absent.collect();
+    for one in &absent {
+        say("INFO", &format!("hint: no process of `{}` runs, the last was there {}: start it", one.name, seen(one)));
+    }
+    if absent.is_empty() && wait.is_zero() {
         say("INFO", "hint: its consumer handles it now; `--wait 10s` says what becomes of it");
     }
     Ok(())

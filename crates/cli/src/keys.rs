@@ -65,12 +65,8 @@ pub(crate) enum KeysCommand {
     Resolve {
         #[command(flatten)]
         which: Which,
-        /// It happened: this file is the body of the answer that is replayed from now on
-        #[arg(long, value_name = "FILE", required_unless_present = "not_happened")]
-        completed: Option<PathBuf>,
-        /// It did not happen: the same key may run again
-        #[arg(long, conflicts_with = "completed")]
-        not_happened: bool,
+        #[command(flatten)]
+        word: Word,
         /// Though a run that lost its lease has said the opposite
         #[arg(long)]
         against_evidence: bool,
@@ -79,6 +75,18 @@ pub(crate) enum KeysCommand {
         #[command(flatten)]
         act: Act,
     },
+}
+
+/// What the operator found out.
+#[derive(Debug, Clone, Args)]
+#[group(required = true, multiple = false)]
+pub(crate) struct Word {
+    /// It happened: this file is the body of the answer that is replayed from now on
+    #[arg(long, value_name = "FILE")]
+    completed: Option<PathBuf>,
+    /// It did not happen: the same key may run again
+    #[arg(long)]
+    not_happened: bool,
 }
 
 /// Which keys are listed or acted on.
@@ -148,8 +156,8 @@ async fn on(store: &dyn KeyOperator, command: &KeysCommand, output: Output) -> R
                 }
             }
         }
-        KeysCommand::Resolve { which, completed, against_evidence, answer, act, .. } => {
-            let outcome = match completed {
+        KeysCommand::Resolve { which, word, against_evidence, answer, act } => {
+            let outcome = match &word.completed {
                 Some(file) => RunOutcome::Completed(answer.read(file, Some(200))?),
                 None => RunOutcome::FailedRetryable { error_code: None },
             };

@@ -26,12 +26,14 @@ pub(crate) enum OperationsCommand {
     /// Show one with its effects and all evidence
     Show {
         /// The id of the operation
+        #[arg(value_parser = operation_id)]
         id: Uuid,
     },
     /// Give operations back to their worker at once; it decides as always what may be sent again
     Retry {
         /// Ids of the operations to retry
         #[arg(required = true)]
+        #[arg(value_parser = operation_id)]
         ids: Vec<Uuid>,
         /// Send it again though it may have happened: it may then have happened twice
         #[arg(long)]
@@ -46,6 +48,7 @@ pub(crate) enum OperationsCommand {
     #[command(override_usage = "oncebox operations resolve [OPTIONS] --why <TEXT> --<HOW> <FILE|EFFECT> <ID>")]
     Resolve {
         /// The id of the operation
+        #[arg(value_parser = operation_id)]
         id: Uuid,
         #[command(flatten)]
         word: Word,
@@ -66,6 +69,7 @@ pub(crate) enum OperationsCommand {
     /// Say that you have looked at a conflict: it is listed no more, and is forgotten in its time
     Judge {
         /// The id of the operation
+        #[arg(value_parser = operation_id)]
         id: Uuid,
         #[command(flatten)]
         act: Act,
@@ -90,6 +94,10 @@ pub(crate) struct Word {
     /// This effect did not happen and will not: the worker goes on with the flow from there
     #[arg(long, value_name = "EFFECT")]
     not_happened: Option<String>,
+}
+
+fn operation_id(text: &str) -> Result<Uuid, String> {
+    text.parse().map_err(|_| "no id of an operation: a UUID, as `oncebox operations list` shows".to_owned())
 }
 
 /// Which operations are listed or acted on.

@@ -6,7 +6,8 @@ use std::time::Duration;
 use clap::Args;
 
 use super::common::{CommonArgs, Output, bound, failed, limit, tabled};
-use super::consumers::{ABSENT, COLUMNS, row, seen};
+use super::consumers::{COLUMNS, row, seen};
+use super::stuck::{Stuck, stuck_by};
 use oncebox::app::AppError;
 use oncebox::store::{Duties, Status, Store};
 
@@ -49,38 +50,25 @@ async fn show(store: &dyn Duties, args: &StatusArgs, output: Output) -> Result<(
     Ok(())
 }
 
-/// Lists what has waited for longer than this, and which shards and consumers have no process.
+/// What is stuck, as `doctor` finds it too, in one line each.
 fn stuck(status: &Status, older_than: Duration) -> Vec<String> {
-    let is_old = |seconds: f64| seconds > older_than.as_secs_f64();
-    let mut stuck = Vec::new();
-    let without: Vec<String> =
-        status.shards.iter().filter(|shard| shard.owner.is_none()).map(|shard| shard.shard.to_string()).collect();
-    let nobody = format!("no publisher owns shard {}", without.join(", "));
-    let pending = age(status.pending, "pending", status.oldest_pending_age_seconds);
-    match (is_old(status.oldest_pending_age_seconds), without.is_empty()) {
-        (true, true) => stuck.push(pending),
-        (true, false) => stuck.push(format!("{pending}, and {nobody}")),
-        (false, false) => stuck.push(nobody),
-        (false, true) => {}
-    }
-    if is_old(status.oldest_held_age_seconds) {
-        stuck.push(age(status.held, "held", status.oldest_held_age_seconds));
-    }
-    for consumer in &status.consumers {
-        if is_old(consumer.oldest_waiting_age_seconds) {
+    let line = |one: &Stuck<'_>| match one {
+        Stuck::Outbox { is_old, without_owner } => {
+            let pending = is_old.then(|| age(status.pending, "pending", status.oldest_pending_age_seconds));
+            let nobody = (!without_owner.is_empty()).then(|| format!("no publisher owns shard {without_owner}"));
+            pending.into_iter().chain(nobody).collect::<Vec<_>>().join(", and ")
+        }
+        Stuck::Held => age(status.held, "held", status.oldest_held_age_seconds),
+        Stuck::Waiting(consumer) => {
             let what = if consumer.held > 0 { "waiting or held" } else { "waiting" };
             let of_it = age(consumer.waiting + consumer.held, what, consumer.oldest_waiting_age_seconds);
-            stuck.push(format!("consumer {}: {of_it}", consumer.name));
+            format!("consumer {}: {of_it}", consumer.name)
         }
-        if consumer.seen_seconds_ago > ABSENT.as_secs_f64() {
-            stuck.push(format!(
-                "consumer {}: no process of it runs, the last was there {}",
-                consumer.name,
-                seen(consumer)
-            ));
+        Stuck::Absent(consumer) => {
+            format!("consumer {}: no process of it runs, the last was there {}", consumer.name, seen(consumer))
         }
-    }
-    stuck
+    };
+    stuck_by(status, older_than).iter().map(line).collect()
 }
 
 fn age(count: u64, state: &str, seconds: f64) -> String {

@@ -1,39 +1,77 @@
-//! What is stuck, and why: a part of `doctor`.
+//! What is stuck, for `status` and `doctor`, and why, for `doctor`.
 //!
 //! Promise: this changes nothing, and every query is bounded.
 
 use std::time::Duration;
 
+use super::consumers::{is_absent, seen};
 use oncebox::app::AppError;
 use oncebox::app::config::Settings;
-use oncebox::store::{DeadFilter, DeadMessage, DeadState, Duties, Finding, Status, Store};
+use oncebox::store::{ConsumerStatus, DeadFilter, DeadMessage, DeadState, Duties, Finding, Status, Store};
 use oncebox::{SqlHandler, SqlSpec};
 
 /// How long the database may take to prepare the statements of a handler. On a locked table this
 /// waits, as handlers do.
 const PREPARE_MAX: Duration = Duration::from_secs(3);
 
-/// Returns what is stuck in the database: the relay, held and waiting messages, waits for locks.
-pub(super) async fn look(store: &dyn Duties, status: &Status, older_than: Duration) -> Result<Vec<Finding>, AppError> {
+/// One thing that the counts of the database alone show to be stuck.
+pub(super) enum Stuck<'a> {
+    /// Messages are pending for too long, or shards have no publisher, or both.
+    Outbox {
+        /// Whether the oldest pending message is too old.
+        is_old: bool,
+        /// The shards that no publisher owns, as a list; empty where each has one.
+        without_owner: String,
+    },
+    /// The outbox holds messages for too long.
+    Held,
+    /// Messages of this consumer wait or are held for too long.
+    Waiting(&'a ConsumerStatus),
+    /// No process of this consumer runs.
+    Absent(&'a ConsumerStatus),
+}
+
+/// What is stuck by these counts, for `status` and `doctor`: what is older than this, and shards
+/// and consumers without a process.
+pub(super) fn stuck_by(status: &Status, older_than: Duration) -> Vec<Stuck<'_>> {
     let is_old = |seconds: f64| seconds > older_than.as_secs_f64();
-    let mut findings = vec![relay(status, is_old(status.oldest_pending_age_seconds))];
-    if is_old(status.oldest_held_age_seconds)
-        && let Some(first) = first(store, "outbox", vec![DeadState::Held]).await?
-    {
-        let detail = format!("{} held, {}", messages(status.held), oldest(&first, status.oldest_held_age_seconds));
-        let remedy = format!("mend what its reason names; `oncebox dead show {}` shows it whole", first.number);
-        findings.push(Finding::stuck("outbox: held", detail, remedy));
+    let mut stuck = Vec::new();
+    let without_owner = status.shards.iter().filter(|shard| shard.owner.is_none());
+    let without_owner = without_owner.map(|shard| shard.shard.to_string()).collect::<Vec<_>>().join(", ");
+    let is_pending_old = is_old(status.oldest_pending_age_seconds);
+    if is_pending_old || !without_owner.is_empty() {
+        stuck.push(Stuck::Outbox { is_old: is_pending_old, without_owner });
+    }
+    if is_old(status.oldest_held_age_seconds) {
+        stuck.push(Stuck::Held);
     }
     for consumer in &status.consumers {
-        if is_old(consumer.oldest_waiting_age_seconds)
-            && let Some(first) = first(store, &consumer.name, vec![DeadState::Waiting, DeadState::Held]).await?
-        {
-            let (waiting, held) = (messages(consumer.waiting), consumer.held);
-            let seconds = consumer.oldest_waiting_age_seconds;
-            let detail = format!("{waiting} waiting and {held} held, {}", oldest(&first, seconds));
-            let remedy = format!("mend what its error names; `oncebox dead show {}` shows it whole", first.number);
-            findings.push(Finding::stuck(format!("consumer {}: waiting", consumer.name), detail, remedy));
+        if is_old(consumer.oldest_waiting_age_seconds) {
+            stuck.push(Stuck::Waiting(consumer));
         }
+        if is_absent(consumer) {
+            stuck.push(Stuck::Absent(consumer));
+        }
+    }
+    stuck
+}
+
+/// Returns what is stuck in the database: the relay, held and waiting messages, consumers without a
+/// process, waits for locks.
+pub(super) async fn look(store: &dyn Duties, status: &Status, older_than: Duration) -> Result<Vec<Finding>, AppError> {
+    let stuck = stuck_by(status, older_than);
+    let mut findings = Vec::new();
+    if !matches!(stuck.first(), Some(Stuck::Outbox { .. })) {
+        let pending = messages(status.pending);
+        findings.push(Finding::ok("outbox: publisher", format!("owned by {}; {pending} pending", owners(status))));
+    }
+    for one in &stuck {
+        findings.extend(match one {
+            Stuck::Outbox { is_old, without_owner } => Some(relay(status, *is_old, without_owner)),
+            Stuck::Held => held(store, status).await?,
+            Stuck::Waiting(consumer) => waiting(store, consumer).await?,
+            Stuck::Absent(consumer) => Some(absent(consumer)),
+        });
     }
     for wait in store.lock_waits(older_than).await? {
         let holders = if wait.holders.is_empty() { "nobody that is shown".to_owned() } else { wait.holders.join("; ") };
@@ -46,26 +84,64 @@ pub(super) async fn look(store: &dyn Duties, status: &Status, older_than: Durati
     Ok(findings)
 }
 
-/// Whether a relay works on the pending messages.
-fn relay(status: &Status, is_old: bool) -> Finding {
-    let without_owner: Vec<String> =
-        status.shards.iter().filter(|shard| shard.owner.is_none()).map(|shard| shard.shard.to_string()).collect();
+fn owners(status: &Status) -> String {
     let owners: Vec<&str> = status.shards.iter().filter_map(|shard| shard.owner.as_deref()).collect();
-    let who = match (without_owner.is_empty(), owners.is_empty()) {
-        (true, _) => format!("owned by {}", owners.join(", ")),
-        (false, true) => "no publisher owns it".to_owned(),
-        (false, false) => format!("no publisher owns shard {}", without_owner.join(", ")),
+    owners.join(", ")
+}
+
+/// Why nobody works on the pending messages. A warning where none of them is too old.
+fn relay(status: &Status, is_old: bool, without_owner: &str) -> Finding {
+    let owners = owners(status);
+    let (who, remedy) = match (without_owner.is_empty(), owners.is_empty()) {
+        (true, _) => (
+            format!("owned by {owners}"),
+            "see the log and /readyz of the publisher, and what is said here of the broker",
+        ),
+        (false, true) => ("no publisher owns it".to_owned(), "start `publisher`"),
+        (false, false) => (format!("no publisher owns shard {without_owner}"), "start `publisher`"),
     };
     let pending = messages(status.pending);
-    if !is_old {
-        return Finding::ok("outbox: publisher", format!("{who}; {pending} pending"));
+    match is_old {
+        true => {
+            let seconds = status.oldest_pending_age_seconds;
+            let detail = format!("{who}; {pending} pending, the oldest for {seconds:.0} s");
+            Finding::stuck("outbox: publisher", detail, remedy)
+        }
+        false => Finding::warning("outbox: publisher", format!("{who}; {pending} pending"), remedy),
     }
-    let detail = format!("{who}; {pending} pending, the oldest for {:.0} s", status.oldest_pending_age_seconds);
-    let remedy = match without_owner.is_empty() {
-        true => "see the log and /readyz of the publisher, and what is said here of the broker",
-        false => "start `publisher`",
+}
+
+/// The finding for held messages of the outbox; none where they have gone meanwhile.
+async fn held(store: &dyn Duties, status: &Status) -> Result<Option<Finding>, AppError> {
+    let Some(first) = first(store, "outbox", vec![DeadState::Held]).await? else { return Ok(None) };
+    let detail = format!("{} held, {}", messages(status.held), oldest(&first, status.oldest_held_age_seconds));
+    let remedy = format!("mend what its reason names; `oncebox dead show {}` shows it whole", first.number);
+    Ok(Some(Finding::stuck("outbox: held", detail, remedy)))
+}
+
+/// The finding for waiting messages of a consumer; none where they have gone meanwhile.
+async fn waiting(store: &dyn Duties, consumer: &ConsumerStatus) -> Result<Option<Finding>, AppError> {
+    let first = first(store, &consumer.name, vec![DeadState::Waiting, DeadState::Held]).await?;
+    let Some(first) = first else { return Ok(None) };
+    let (waiting, held) = (messages(consumer.waiting), consumer.held);
+    let detail = format!("{waiting} waiting and {held} held, {}", oldest(&first, consumer.oldest_waiting_age_seconds));
+    let shows = format!("`oncebox dead show {}` shows it whole", first.number);
+    let remedy = match is_absent(consumer) {
+        true => format!("start a process of the consumer; {shows}"),
+        false => format!("mend what its error names; {shows}"),
     };
-    Finding::stuck("outbox: publisher", detail, remedy)
+    Ok(Some(Finding::stuck(format!("consumer {}: waiting", consumer.name), detail, remedy)))
+}
+
+/// The finding for a consumer without a process. A warning where none of its messages waits here.
+fn absent(consumer: &ConsumerStatus) -> Finding {
+    let name = format!("consumer {}: process", consumer.name);
+    let detail = format!("no process of it runs, the last was there {}", seen(consumer));
+    let remedy = format!("start it; if it is not wanted any more, `oncebox consumers forget {}`", consumer.name);
+    match consumer.waiting + consumer.held {
+        0 => Finding::warning(name, detail, remedy),
+        _ => Finding::stuck(name, detail, remedy),
+    }
 }
 
 /// The oldest message of a place in these states.

@@ -207,6 +207,7 @@ macro_rules! store_conformance {
         $crate::store_conformance! { $fixture;
             schema: [
                 a_new_database_has_no_schema,
+                a_new_database_has_no_schema_and_a_call_names_the_remedy,
                 migrating_twice_changes_nothing,
                 migrators_at_once_do_not_disturb_each_other,
                 a_schema_that_is_older_or_newer_is_told_apart,

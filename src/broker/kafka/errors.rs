@@ -39,8 +39,8 @@ pub(super) fn refusal(topic: &str, error: &KafkaError) -> Refusal {
 /// Why a topic cannot be used, in words, from the error in its metadata.
 pub(super) fn topic_trouble(code: Code) -> String {
     match code {
-        Code::UnknownTopic | Code::UnknownTopicOrPartition => "it does not exist".to_owned(),
-        Code::TopicAuthorizationFailed => "access to it is denied".to_owned(),
+        Code::UnknownTopic | Code::UnknownTopicOrPartition => "the topic does not exist".to_owned(),
+        Code::TopicAuthorizationFailed => "access to the topic is denied".to_owned(),
         code => code.to_string(),
     }
 }

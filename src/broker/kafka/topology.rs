@@ -194,7 +194,7 @@ pub(super) fn find<'a>(metadata: &'a Metadata, name: &str) -> Option<&'a Metadat
 /// Whether a topic can be used, from its metadata.
 pub(super) fn state(topic: Option<&MetadataTopic>) -> TopicState {
     let Some(topic) = topic else {
-        return TopicState::NotReady("it does not exist".to_owned());
+        return TopicState::NotReady("the topic does not exist".to_owned());
     };
     match topic_error(topic) {
         Some(code) => TopicState::NotReady(errors::topic_trouble(code)),

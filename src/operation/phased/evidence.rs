@@ -1,16 +1,18 @@
 //! Writes and reads evidence rows: what was observed of a call to a provider, and the verdict on
-//! whether its effect happened (O7, O8). No other code knows the form of such a row.
+//! whether its effect happened (O7, O8). Only this file knows the bytes of the rows that it writes.
 //!
-//! | verdict | `kind` of the row | in its bytes |
-//! |---|---|---|
-//! | not_sent | error | `proves`, what was seen |
-//! | wait | answer, query | `proves`, what was seen, `pause_ms` |
-//! | indefinite | answer, query, error | `proves`, what was seen |
-//! | all others | answer, query | `proves`, what was seen |
+//! | `kind` of the row | verdict | in its bytes | written by |
+//! |---|---|---|---|
+//! | answer, query | wait | `proves`, what was seen, `pause_ms` | this file |
+//! | answer, query | all others but not_sent | `proves`, what was seen | this file |
+//! | error | not_sent, indefinite | `proves`, what was seen | this file |
+//! | operator | the word of the row | who and why, in plain JSON | the acts on keys and operations |
+//! | run | the word of the row | nothing | an edge operation whose run lost its lease |
 //!
-//! The row's own word ([`Verdict::word`]) is for people and lists; `proves` is what a process
-//! decides from. A row of kind `operator` has no `proves`: its word (`success`, `failure`,
-//! `waived`) is the verdict.
+//! In rows of this file the word ([`Verdict::word`]) is for people and lists; `proves` is what a
+//! process decides from. Of an operator, the word on an effect is the verdict: `success`,
+//! `failure` or `waived`. An operator's row without an effect is about the operation as a whole; it
+//! is not read here, and neither is a row of kind `run`.
 //!
 //! The last success or failure of an operator overrides all other rows. One exception: a provider's
 //! success that came after an operator's failure is a conflict, and an operator decides again.
@@ -116,7 +118,7 @@ fn read(vault: &Vault, stored: &StoredEvidence) -> Result<Row, StoreError> {
             "success" => Verdict::Succeeded,
             "failure" => Verdict::Failed,
             "waived" => Verdict::Waived,
-            _ => Verdict::Indefinite,
+            word => return Err(unreadable(&format!("`{word}` is no word of an operator that this program knows"))),
         };
         // The command line has no keys, so it writes in plain; these rows are used all the same.
         (verdict, String::from_utf8_lossy(&row.bytes.bytes).into_owned())
@@ -139,7 +141,8 @@ pub(super) fn providers(vault: &Vault, stored: &[StoredEvidence], effect: &str) 
     Ok(Evidence::of(rows.iter().map(|row| row.proof)))
 }
 
-/// What the rows of an effect say that decide, which are those of [`rows`].
+/// The evidence of an effect from which its outcome is decided: that of the rows which [`rows`]
+/// returns.
 pub(super) fn evidence(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Evidence, StoreError> {
     Ok(Evidence::of(rows(vault, stored, effect)?.iter().map(|row| row.proof)))
 }
@@ -229,12 +232,14 @@ mod tests {
         assert!(other.is_empty(), "of another effect");
     }
 
-    // Shown by: skipping what cannot be read.
+    // Shown by: skipping what cannot be read; an operator's unknown word as `Indefinite`.
     #[test]
     fn o8_a_row_of_a_newer_program_is_an_error_and_not_left_out() {
         let mut newer = observed(Verdict::Succeeded, 1, By::Answer);
         newer.evidence.bytes.bytes = br#"{"proves":"quantum","saw":""}"#.to_vec();
         assert!(matches!(rows(&plain(), &[newer], "charge"), Err(StoreError::Corrupt(_))));
+        let operators_newer = rows(&plain(), &[operators("undone")], "charge");
+        assert!(operators_newer.is_err_and(|why| why.to_string().contains("`undone` is no word of an operator")));
     }
 
     // Shown by: counting the mismatch beside the operator's decision: the operation was parked

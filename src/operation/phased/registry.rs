@@ -41,7 +41,7 @@ pub(super) struct Phased {
 impl Member {
     /// Counts an event of an operation and notes it in the span.
     pub(super) fn note(&self, identity: &Identity, what: Noted) {
-        noted(self.flow.name, &identity.key().short_hash(), what);
+        noted(self.flow.name, &identity.short_hash(), what);
     }
 
     pub(super) fn route(&self) -> &Route {

@@ -24,7 +24,7 @@ pub(super) async fn taken(
     came: Came,
     stop: CancellationToken,
 ) -> Result<Ended, StoreError> {
-    let key = stored.identity.as_ref().map(|identity| identity.key().short_hash()).unwrap_or_default();
+    let key = stored.identity.as_ref().map(|identity| identity.short_hash()).unwrap_or_default();
     noted(&stored.flow, &key, Noted::TakenUp);
     let store = &phased.store;
     match prepared(&phased, &stored).await {

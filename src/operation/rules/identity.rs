@@ -193,6 +193,12 @@ impl Identity {
             .into()
     }
 
+    /// The hash of the key in spans and logs: the first twelve hexadecimal digits of the digest.
+    /// `oncebox keys list` shows the same digits, and the other commands on keys take them.
+    pub(crate) fn short_hash(&self) -> String {
+        hex(&self.digest()[..6])
+    }
+
     /// The number of the lock that is tried before the claim: the first eight bytes of the digest,
     /// in big-endian order (O15). It is computed only here.
     pub(crate) fn lock_number(&self) -> i64 {
@@ -251,6 +257,7 @@ mod tests {
     fn o16_the_digest_is_sha256_of_length_prefixed_parts() {
         let digest = identity("acme", "create_payment", KEY).digest();
         assert_eq!(hex(&digest), "39d6218aebe0767525d9e55c0e3c61c0e64b94ee3479e3dd4ce5c89170fd1cf1");
+        assert_eq!(identity("acme", "create_payment", KEY).short_hash(), "39d6218aebe0");
         let base = identity("acme", "create_payment", KEY);
         let others = [
             identity("ACME", "create_payment", KEY),

@@ -8,7 +8,8 @@
 //!   bare UUID that starts with a digit is not valid there.
 //! * Keys are compared byte for byte; with a UUID format the key is lower-cased first.
 //! * A key is never shown as it is: `Debug` and [`short_hash`](Key::short_hash) give twelve
-//!   characters of its SHA-256, and no error contains it.
+//!   characters of its SHA-256, and no error contains it. A service shows the hash of its record
+//!   instead (`Identity::short_hash`), by which an operator finds it.
 //!
 //! Not here: whether a route needs a key ([`route`](super::route)), and what the store knows of a
 //! key ([`decide`](super::decide())).
@@ -101,7 +102,9 @@ impl Key {
         &self.0
     }
 
-    /// The text for logs and lists: the first twelve hexadecimal characters of the key's SHA-256.
+    /// The text for the log of a client: the first twelve hexadecimal digits of the SHA-256 of the
+    /// key alone. It is not the hash that `oncebox keys` lists, which covers tenant and operation
+    /// too: a client does not know these.
     #[must_use]
     pub fn short_hash(&self) -> String {
         hex(&Sha256::digest(self.0.as_bytes())[..6])

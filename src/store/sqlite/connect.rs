@@ -75,6 +75,14 @@ impl SqliteStore {
         self.shared.create || self.shared.path.exists()
     }
 
+    /// Fails where the file is not there and may not be created.
+    pub(super) fn check_there(&self) -> Result<(), StoreError> {
+        if self.can_open() {
+            return Ok(());
+        }
+        Err(StoreError::SchemaMissing(format!("the file {} is not there", self.path().display())))
+    }
+
     /// Fails where the path names another file than when this process opened it. SQLite does not
     /// ask: what is written to the old file is lost, and what is enqueued in the new one not seen.
     /// It stays so until a restart, because what is in memory belongs to the old file.

@@ -128,7 +128,12 @@ impl SqlStore for SqliteStore {
     }
 
     fn reader(&self) -> BoxFuture<'_, Result<Box<dyn Session>, StoreError>> {
-        Box::pin(async move { Ok(Box::new(self.pool().acquire().await?) as Box<dyn Session>) })
+        Box::pin(async move {
+            match self.pool().acquire().await {
+                Ok(connection) => Ok(Box::new(connection) as Box<dyn Session>),
+                Err(error) => self.check_there().and(Err(error.into())),
+            }
+        })
     }
 
     fn begin_sql(&self) -> BoxFuture<'_, Result<Box<dyn Transaction>, StoreError>> {

@@ -70,9 +70,7 @@ impl Guard {
 impl SqliteStore {
     /// Waits for the turn and begins a transaction.
     pub(super) async fn write(&self) -> Result<Write, StoreError> {
-        if !self.can_open() {
-            return Err(StoreError::SchemaMissing(format!("the file {} is not there", self.path().display())));
-        }
+        self.check_there()?;
         let store = self.clone();
         // If the caller is dropped, the beginning still completes, and its transaction is rolled
         // back.

@@ -59,6 +59,7 @@ fn list_and_show_say_everything_of_a_dead_message_to_people_and_machines() {
     ] {
         assert_eq!(of_outbox[name], value, "{name} of {of_outbox}");
     }
+    assert!(of_outbox["since"].is_string() && of_outbox["dead_at"].is_null(), "{of_outbox}");
     let of_consumer = all.iter().find(|message| message["key"] == "acc-1").unwrap();
     assert_eq!((&of_consumer["place"], &of_consumer["reason"]), (&json!({ "consumer": "ledger" }), &json!("terminal")));
     let id = of_consumer["message_id"].as_str().unwrap();
@@ -149,6 +150,18 @@ fn an_act_on_all_goes_on_to_the_last_and_one_with_a_limit_says_what_it_leaves() 
     assert_eq!((numbers(&place, &[]).len(), place.audit().len()), (0, 250));
 }
 
+/// Shown by: a hint that says `its consumer handles it now` whoever is there.
+#[test]
+fn a_redrive_says_whether_a_process_of_the_consumer_is_there_to_handle_it() {
+    let (place, _) = with_dead_payments(2);
+    let redrive = |number: &str| place.oncebox(&["dead", "redrive", number, "--why", "mended"]).run();
+    redrive("c1").ok_saying(&["hint: its consumer handles it now"]);
+    place.sql("update oncebox_consumer set seen_at = seen_at - 3600000");
+    let gone = redrive("c2");
+    assert!(!gone.stderr.contains("handles it now"), "{}", gone.stderr);
+    gone.ok_saying(&["hint: no process of `ledger` runs, the last was there 1h", "ago: start it"]);
+}
+
 /// What the runbook says to do with a topic that nobody wants any more. A request stands until the
 /// publisher has carried it out, so the same rows would be found again and again.
 #[test]
@@ -161,6 +174,10 @@ fn all_that_a_topic_holds_is_discarded_by_one_command() {
          select i, 0, printf('0197a1b2-c3d4-7e5f-8a9b-0c1d2e3f%04d', i), 'orders', 'order.created', '{}', x'', 'text/plain',
            unixepoch() * 1000, 'held-destination', 0, 'it does not exist', unixepoch() * 1000 from n",
     );
+    let table = place.oncebox(&["dead", "list", "--topic", "orders", "--limit", "3"]).run().ok();
+    assert_eq!(table.matches("it does not exist").count(), 3, "a reason is not said twice: {table}");
+    let redrive = place.oncebox(&["dead", "redrive", "--topic", "orders", "--all", "--why", "x"]).run();
+    assert_eq!(redrive.ok_saying(&["hint: ", "held ones do, 230", "go by themselves"]), "redrive 0:\n");
     let discard = ["dead", "discard", "--topic", "orders", "--state", "held", "--all", "--why", "not wanted", "--yes"];
     assert!(place.oncebox(&discard).run().ok().starts_with("discard 230: o1 o2 "));
     let requests = "select count(*) || '' from oncebox_outbox_dead where requested = 'discard'";
@@ -303,7 +320,7 @@ fn a_message_with_a_reused_id_is_redriven_only_under_a_new_one() {
 }
 
 /// A payment that waits for an hour, because the ledger is closed.
-fn with_a_waiting_payment() -> (Place, String) {
+pub(crate) fn with_a_waiting_payment() -> (Place, String) {
     let place = Place::migrated();
     let config = std::fs::read_to_string(place.ledger()).unwrap();
     let long = [("attempts_max = 2", "attempts_max = 9"), ("\"20ms\"", "\"1h\""), ("\"50ms\"", "\"1h\"")];

@@ -4,7 +4,7 @@
 use serde_json::Value;
 
 use crate::database;
-use crate::kit::{Done, Place, payment};
+use crate::kit::{Done, Place, eventually, payment};
 
 /// The findings by name: how much they matter and what to do.
 fn findings(done: &Done) -> Vec<(String, String, String)> {
@@ -30,6 +30,8 @@ fn all_well_is_0() {
     let place = Place::migrated();
     let config = place.ledger();
     place.consume(&config).ok();
+    let publisher = place.publisher(&["--listen", "127.0.0.1:0"]).start();
+    eventually("it owns the shard", || place.json(&["status"])["shards"][0]["owner"].is_string().then_some(()));
     let done = doctor(&place, &["--config", &config]);
     each_has_a_remedy(&done);
     assert!(findings(&done).iter().all(|(_, severity, _)| severity == "ok"), "{}", done.stdout);
@@ -38,6 +40,7 @@ fn all_well_is_0() {
     done.ok();
     let table = place.oncebox(&["doctor"]).run().ok();
     assert!(table.contains("schema") && table.contains("journal"), "{table}");
+    publisher.stop().ok();
 }
 
 /// Shown by ending with 0 whatever was found.

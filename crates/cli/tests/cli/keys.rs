@@ -234,7 +234,7 @@ fn o11_an_unknown_key_is_resolved_by_a_file_or_as_not_happened() {
     let file = place.path().join("answer.json");
     std::fs::write(&file, "{\"id\":\"n7\"}").unwrap();
     let file = file.display().to_string();
-    place.oncebox(&["keys", "resolve", &done, "--why", "w"]).run().fails(2, &["--completed"]);
+    place.oncebox(&["keys", "resolve", &done, "--why", "w"]).run().fails(2, &["--completed", "--not-happened"]);
     place
         .oncebox(&["keys", "resolve", &done, "--completed", "missing.json", "--why", "w"])
         .run()
@@ -298,6 +298,9 @@ fn operations_are_listed_and_shown_with_their_evidence_and_without_what_was_sent
     assert!(people.contains(&id) && people.contains("charge: open") && people.contains("not-found"), "{people}");
     assert!(place.json(&["operations", "show", &driven.operation_id.to_string()])["driven_until"].is_string());
     place.oncebox(&["operations", "show", "0197a1b2-c3d4-7e5f-8a9b-0c1d2e3f4a5b"]).run().fails(1, &["no operation"]);
+    for command in ["show", "retry", "judge"] {
+        place.oncebox(&["operations", command, "1"]).run().fails(2, &["a UUID, as `oncebox operations list` shows"]);
+    }
 }
 
 #[test]

@@ -171,7 +171,7 @@ fn a_kafka_topic_that_is_missing_is_shown_with_the_command_that_makes_it() {
         let found: Vec<_> = rows.iter().filter(of_it).collect();
         assert_eq!(found.len(), 1, "{shown}");
         let says = |name: &str, word: &str| found[0][name].as_str().is_some_and(|text| text.contains(word));
-        assert!(says("detail", "it does not exist") && says("remedy", "kafka-topics.sh"), "{found:?}");
+        assert!(says("detail", "the topic does not exist") && says("remedy", "kafka-topics.sh"), "{found:?}");
         assert!(
             says("remedy", &format!("--topic {name} ")) && !shown.to_string().contains("oncebox-doctor"),
             "{shown}"

@@ -6,6 +6,7 @@ use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
 
+use crate::dead::with_a_waiting_payment;
 use crate::kit::{Place, Running, block_on, eventually, payment};
 use crate::proxy::{Failure, Proxy};
 use crate::servers::World;
@@ -337,4 +338,32 @@ fn a_shard_that_is_made_later_is_served_by_the_publisher_that_runs() {
     });
     publisher.stop().ok();
     consumer.stop().ok();
+}
+
+// Shown by: a doctor that has findings of its own: it said `ok` of the first, and nothing of a
+// consumer that is gone.
+#[test]
+fn doctor_has_a_remedy_for_all_that_status_calls_stuck() {
+    let new = Place::migrated();
+    let status = new.oncebox(&["status"]).run().ok();
+    assert!(status.contains("stuck: no publisher owns shard 0"), "{status}");
+    let finding = |place: &Place, arguments: &[&str], name: &str| {
+        let shown = place.oncebox(&[&["doctor", "--output", "json"], arguments].concat()).run().stdout;
+        let found: serde_json::Value = serde_json::from_str(&shown).unwrap();
+        let rows = found["findings"].as_array().unwrap().clone();
+        rows.into_iter().find(|one| one["name"] == name).unwrap_or_else(|| panic!("{name} in {shown}"))
+    };
+    let publisher = finding(&new, &[], "outbox: publisher");
+    assert_eq!((&publisher["severity"], &publisher["remedy"]), (&"warning".into(), &"start `publisher`".into()));
+    new.oncebox(&["doctor"]).run().ok();
+    let (place, _) = with_a_waiting_payment();
+    place.sql("update oncebox_consumer set seen_at = seen_at - 3600000");
+    let status = place.oncebox(&["status"]).run().ok();
+    assert!(status.contains("stuck: consumer ledger: no process of it runs"), "{status}");
+    let process = finding(&place, &[], "consumer ledger: process");
+    assert_eq!(process["severity"], "stuck");
+    assert!(process["remedy"].as_str().is_some_and(|remedy| remedy.starts_with("start it")), "{process}");
+    let waiting = finding(&place, &["--older-than", "0s"], "consumer ledger: waiting");
+    assert!(waiting["remedy"].as_str().is_some_and(|remedy| remedy.starts_with("start a process")), "{waiting}");
+    place.oncebox(&["doctor"]).run().ends_with(3, &["stuck"]);
 }

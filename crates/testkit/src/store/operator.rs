@@ -126,7 +126,7 @@ pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_
     assert_eq!(listed(Vec::new()).await, listed(vec![DeadState::Dead]).await, "unless told otherwise, dead ones");
     let all = listed(vec![DeadState::Dead, DeadState::Held, DeadState::Waiting]).await;
     assert_eq!(all.len(), 7);
-    assert!(all.is_sorted_by_key(|one| one.dead_at), "oldest first, whatever their state");
+    assert!(all.is_sorted_by_key(|one| one.since), "oldest first, whatever their state");
     // An act on all of them finds them without a limit.
     for states in [vec![DeadState::Dead], vec![DeadState::Held], vec![DeadState::Waiting]] {
         let of_state = DeadFilter { states: states.clone(), limit: 1, ..DeadFilter::default() };

@@ -1,7 +1,9 @@
 //! Cases of the schema: states, and migrations that run twice and at once.
 
+use super::keys::identity;
 use super::{Fixture, Trial};
-use oncebox::store::{Schema, SchemaState, Severity};
+use oncebox::StoreError;
+use oncebox::store::{Base, Keys, Schema, SchemaState, Severity, enqueue, enqueue_all};
 
 /// The versions that the program knows; none newer may be applied.
 async fn versions<F: Fixture>(trial: &Trial<F>) -> Vec<i64> {
@@ -19,6 +21,23 @@ pub async fn a_new_database_has_no_schema<F: Fixture>(trial: &Trial<F>) {
     assert_eq!(trial.store.schema().await.unwrap(), SchemaState::Missing);
     assert!(trial.store.applied().await.unwrap().iter().all(|migration| !migration.applied));
     assert!(trial.store.schema().await.unwrap().require().is_err());
+}
+
+/// A service that enqueues, or reads a key, before anybody has migrated the database is told the
+/// remedy. Shown by: the words of the database alone.
+pub async fn a_new_database_has_no_schema_and_a_call_names_the_remedy<F: Fixture>(trial: &Trial<F>) {
+    let mut transaction = trial.store.pool().begin().await.unwrap();
+    let message = super::trial::new_message("k", "1");
+    let refused = enqueue(&mut *transaction, message.clone()).await.unwrap_err();
+    assert!(matches!(refused, StoreError::SchemaMissing(_)), "{refused:?}");
+    assert!(refused.to_string().contains("run `oncebox migrate up`"), "{refused}");
+    transaction.rollback().await.unwrap();
+    let mut transaction = trial.store.pool().begin().await.unwrap();
+    let refused = enqueue_all(&mut *transaction, vec![message.clone(), message]).await.unwrap_err();
+    assert!(matches!(refused, StoreError::SchemaMissing(_)), "{refused:?}");
+    transaction.rollback().await.unwrap();
+    let unread = trial.store.find(&identity("t1", "k-0123456789abcdef")).await.unwrap_err();
+    assert!(unread.to_string().contains("run `oncebox migrate up`"), "{unread}");
 }
 
 /// The second run applies no migration and keeps the rows.

@@ -185,7 +185,7 @@ pub(in crate::store) async fn find(
             found.extend(look.of_consumers(session, *state).await?);
         }
     }
-    found.sort_by_key(|found| found.message.dead_at);
+    found.sort_by_key(|found| found.message.since);
     found.truncate(look.limit);
     Ok(found)
 }
@@ -376,7 +376,7 @@ fn in_outbox(row: &dyn Row, state: DeadState) -> Result<FoundMessage, StoreError
         error: reason.clone(),
         reason: reason.unwrap_or_else(|| "behind another message of its key, or to be sent alone".to_owned()),
         attempts: row.get(6)?,
-        dead_at: row.get(7)?,
+        since: row.get(7)?,
         next_try: None,
         behind: 0,
         requested: row.get_opt(8)?,
@@ -408,7 +408,7 @@ fn of_consumer(row: &dyn Row, state: DeadState) -> Result<FoundMessage, StoreErr
         reason: reason.unwrap_or_else(|| state.reason_of_consumer(next_try.is_some()).to_owned()),
         error: row.get_opt(9)?.or_else(|| history.last().map(|entry| entry.error.clone())),
         attempts: row.get(10)?,
-        dead_at: row.get(11)?,
+        since: row.get(11)?,
         next_try,
         behind: 0,
         requested: None,
