@@ -22,14 +22,13 @@
 //! Not here: statements of handlers and applications on the plain connection, which the handler
 //! timeout bounds; migrations.
 
+mod ask;
 #[cfg(all(feature = "mysql", feature = "operations"))]
 mod enqueue;
 pub(super) mod hosts;
 pub(super) mod rest;
 
-use std::borrow::BorrowMut;
 use std::fmt;
-use std::future::Future;
 use std::io;
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -39,18 +38,14 @@ use std::time::Duration;
 use futures_util::TryStreamExt;
 use futures_util::future::BoxFuture;
 use futures_util::stream::BoxStream;
-use sqlx::error::BoxDynError;
 use sqlx::pool::PoolConnection;
-use sqlx::query::{Query, QueryAs, QueryScalar};
-use sqlx::{
-    ConnectOptions, Connection, Database, Either, Execute, Executor, FromRow, IntoArguments, Pool, RawSql, SqlSafeStr,
-    SqlStr,
-};
+use sqlx::{ConnectOptions, Connection, Database, Either, Executor, IntoArguments, Pool, SqlSafeStr, SqlStr};
 use sqlx_core::transaction::TransactionManager;
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
+pub(super) use self::ask::{AnyQuery, Ask};
 use self::hosts::{Hosts, Moved};
 use crate::error::{StoreError, classify};
 use crate::outbox::enqueue::commit_error;
@@ -79,40 +74,6 @@ type Part<Db> = Either<<Db as Database>::QueryResult, <Db as Database>::Row>;
 
 /// What is done with each part of an answer.
 type Take<'t, Db> = dyn FnMut(Part<Db>) -> ControlFlow<()> + Send + 't;
-
-/// A statement with its values, whichever of sqlx's types it was built with. So what sends it and
-/// reads the answer is compiled once for each database, and not for each type of row.
-pub(super) struct AnyQuery<Db: Database> {
-    sql: SqlStr,
-    statement: Option<Db::Statement>,
-    arguments: Result<Option<Db::Arguments>, BoxDynError>,
-    persistent: bool,
-}
-
-impl<Db: Database> AnyQuery<Db> {
-    pub(super) fn of<'q>(mut query: impl Execute<'q, Db>) -> Self {
-        let (statement, persistent) = (query.statement().cloned(), query.persistent());
-        Self { arguments: query.take_arguments(), sql: query.sql(), statement, persistent }
-    }
-}
-
-impl<Db: Database> Execute<'_, Db> for AnyQuery<Db> {
-    fn sql(self) -> SqlStr {
-        self.sql
-    }
-
-    fn statement(&self) -> Option<&Db::Statement> {
-        self.statement.as_ref()
-    }
-
-    fn take_arguments(&mut self) -> Result<Option<Db::Arguments>, BoxDynError> {
-        std::mem::replace(&mut self.arguments, Ok(None))
-    }
-
-    fn persistent(&self) -> bool {
-        self.persistent
-    }
-}
 
 /// A database behind a network.
 pub(super) trait Remote: Database<Arguments: IntoArguments<Self>> {
@@ -573,125 +534,4 @@ impl<Db: Remote> fmt::Debug for Bounded<Db> {
 fn silent(limit: Duration) -> sqlx::Error {
     let what = format!("the server has said nothing for {}", humantime::format_duration(limit));
     sqlx::Error::Io(io::Error::new(io::ErrorKind::TimedOut, what))
-}
-
-/// A place where a statement can run: a connection, or a pool that gives one.
-pub(super) trait Reach<Db: Remote>: Send {
-    /// The connection, for as long as the statement runs.
-    type Place: BorrowMut<Bounded<Db>> + Send;
-
-    fn reach(self) -> impl Future<Output = sqlx::Result<Self::Place>> + Send;
-}
-
-impl<Db: Remote> Reach<Db> for &mut Bounded<Db> {
-    type Place = Self;
-
-    async fn reach(self) -> sqlx::Result<Self> {
-        Ok(self)
-    }
-}
-
-impl<Db: Remote> Reach<Db> for &BoundedPool<Db> {
-    type Place = Bounded<Db>;
-
-    async fn reach(self) -> sqlx::Result<Bounded<Db>> {
-        self.acquire().await
-    }
-}
-
-/// The rows of an answer.
-async fn rows<Db: Remote>(query: AnyQuery<Db>, place: impl Reach<Db>) -> sqlx::Result<Vec<Db::Row>> {
-    let mut rows = Vec::new();
-    let mut take = |part| {
-        if let Either::Right(row) = part {
-            rows.push(row);
-        }
-        ControlFlow::Continue(())
-    };
-    place.reach().await?.borrow_mut().parts(query, &mut take).await?;
-    Ok(rows)
-}
-
-/// The result of a statement, without its rows.
-async fn result<Db: Remote>(query: AnyQuery<Db>, place: impl Reach<Db>) -> sqlx::Result<Db::QueryResult> {
-    let mut result = Db::QueryResult::default();
-    let mut take = |part| {
-        if let Either::Left(done) = part {
-            result.extend([done]);
-        }
-        ControlFlow::Continue(())
-    };
-    place.reach().await?.borrow_mut().parts(query, &mut take).await?;
-    Ok(result)
-}
-
-/// Runs a statement and converts its rows, as sqlx's `fetch_all` and `fetch_one` do, but within the
-/// answer timeout.
-pub(super) trait Ask<'q, Db: Remote>: Execute<'q, Db> + 'q {
-    /// The type that a row is converted to.
-    type Answer: Send;
-
-    fn answer(row: Db::Row) -> sqlx::Result<Self::Answer>;
-
-    /// Runs the statement and returns all its rows, converted, in order.
-    fn all(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Vec<Self::Answer>>> + Send {
-        let rows = rows(AnyQuery::of(self), place);
-        async move { rows.await?.into_iter().map(Self::answer).collect() }
-    }
-
-    /// The first row, where there is one.
-    fn optional(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Option<Self::Answer>>> + Send {
-        let rows = rows(AnyQuery::of(self), place);
-        async move { rows.await?.into_iter().next().map(Self::answer).transpose() }
-    }
-
-    /// The first row; no row at all is the error `RowNotFound`.
-    fn one(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Self::Answer>> + Send {
-        let rows = rows(AnyQuery::of(self), place);
-        async move { Self::answer(rows.await?.into_iter().next().ok_or(sqlx::Error::RowNotFound)?) }
-    }
-
-    /// Runs a statement and returns its result, without its rows.
-    fn run(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Db::QueryResult>> + Send {
-        result(AnyQuery::of(self), place)
-    }
-}
-
-impl<'q, Db: Remote> Ask<'q, Db> for Query<'q, Db, Db::Arguments> {
-    type Answer = Db::Row;
-
-    fn answer(row: Db::Row) -> sqlx::Result<Db::Row> {
-        Ok(row)
-    }
-}
-
-impl<Db: Remote> Ask<'_, Db> for RawSql {
-    type Answer = Db::Row;
-
-    fn answer(row: Db::Row) -> sqlx::Result<Db::Row> {
-        Ok(row)
-    }
-}
-
-impl<'q, Db: Remote, O> Ask<'q, Db> for QueryAs<'q, Db, O, Db::Arguments>
-where
-    O: for<'r> FromRow<'r, Db::Row> + Send + 'q,
-{
-    type Answer = O;
-
-    fn answer(row: Db::Row) -> sqlx::Result<O> {
-        O::from_row(&row)
-    }
-}
-
-impl<'q, Db: Remote, O> Ask<'q, Db> for QueryScalar<'q, Db, O, Db::Arguments>
-where
-    O: Send + 'q,
-    (O,): for<'r> FromRow<'r, Db::Row>,
-{
-    type Answer = O;
-
-    fn answer(row: Db::Row) -> sqlx::Result<O> {
-        <(O,)>::from_row(&row).map(|(answer,)| answer)
-    }
 }

@@ -1,0 +1,168 @@
+//! Statements within the answer timeout: how they are sent, and how their rows are converted.
+//!
+//! Promise: what sends a statement and reads its answer is compiled once for each database, whatever
+//! type of sqlx it was built with and whatever its rows are.
+
+use std::borrow::BorrowMut;
+use std::future::Future;
+use std::ops::ControlFlow;
+
+use sqlx::error::BoxDynError;
+use sqlx::query::{Query, QueryAs, QueryScalar};
+use sqlx::{Database, Either, Execute, FromRow, RawSql, SqlStr};
+
+use super::{Bounded, BoundedPool, Remote};
+
+/// A statement with its values, whichever of sqlx's types it was built with.
+pub(in crate::store) struct AnyQuery<Db: Database> {
+    sql: SqlStr,
+    statement: Option<Db::Statement>,
+    arguments: Result<Option<Db::Arguments>, BoxDynError>,
+    persistent: bool,
+}
+
+impl<Db: Database> AnyQuery<Db> {
+    pub(in crate::store) fn of<'q>(mut query: impl Execute<'q, Db>) -> Self {
+        let (statement, persistent) = (query.statement().cloned(), query.persistent());
+        Self { arguments: query.take_arguments(), sql: query.sql(), statement, persistent }
+    }
+}
+
+impl<Db: Database> Execute<'_, Db> for AnyQuery<Db> {
+    fn sql(self) -> SqlStr {
+        self.sql
+    }
+
+    fn statement(&self) -> Option<&Db::Statement> {
+        self.statement.as_ref()
+    }
+
+    fn take_arguments(&mut self) -> Result<Option<Db::Arguments>, BoxDynError> {
+        std::mem::replace(&mut self.arguments, Ok(None))
+    }
+
+    fn persistent(&self) -> bool {
+        self.persistent
+    }
+}
+
+/// A place where a statement can run: a connection, or a pool that gives one.
+pub(in crate::store) trait Reach<Db: Remote>: Send {
+    /// The connection, for as long as the statement runs.
+    type Place: BorrowMut<Bounded<Db>> + Send;
+
+    fn reach(self) -> impl Future<Output = sqlx::Result<Self::Place>> + Send;
+}
+
+impl<Db: Remote> Reach<Db> for &mut Bounded<Db> {
+    type Place = Self;
+
+    async fn reach(self) -> sqlx::Result<Self> {
+        Ok(self)
+    }
+}
+
+impl<Db: Remote> Reach<Db> for &BoundedPool<Db> {
+    type Place = Bounded<Db>;
+
+    async fn reach(self) -> sqlx::Result<Bounded<Db>> {
+        self.acquire().await
+    }
+}
+
+/// The rows of an answer.
+async fn rows<Db: Remote>(query: AnyQuery<Db>, place: impl Reach<Db>) -> sqlx::Result<Vec<Db::Row>> {
+    let mut rows = Vec::new();
+    let mut take = |part| {
+        if let Either::Right(row) = part {
+            rows.push(row);
+        }
+        ControlFlow::Continue(())
+    };
+    place.reach().await?.borrow_mut().parts(query, &mut take).await?;
+    Ok(rows)
+}
+
+/// The result of a statement, without its rows.
+async fn result<Db: Remote>(query: AnyQuery<Db>, place: impl Reach<Db>) -> sqlx::Result<Db::QueryResult> {
+    let mut result = Db::QueryResult::default();
+    let mut take = |part| {
+        if let Either::Left(done) = part {
+            result.extend([done]);
+        }
+        ControlFlow::Continue(())
+    };
+    place.reach().await?.borrow_mut().parts(query, &mut take).await?;
+    Ok(result)
+}
+
+/// Runs a statement and converts its rows, as sqlx's `fetch_all` and `fetch_one` do, but within the
+/// answer timeout.
+pub(in crate::store) trait Ask<'q, Db: Remote>: Execute<'q, Db> + 'q {
+    /// The type that a row is converted to.
+    type Answer: Send;
+
+    fn answer(row: Db::Row) -> sqlx::Result<Self::Answer>;
+
+    /// Runs the statement and returns all its rows, converted, in order.
+    fn all(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Vec<Self::Answer>>> + Send {
+        let rows = rows(AnyQuery::of(self), place);
+        async move { rows.await?.into_iter().map(Self::answer).collect() }
+    }
+
+    /// The first row, where there is one.
+    fn optional(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Option<Self::Answer>>> + Send {
+        let rows = rows(AnyQuery::of(self), place);
+        async move { rows.await?.into_iter().next().map(Self::answer).transpose() }
+    }
+
+    /// The first row; no row at all is the error `RowNotFound`.
+    fn one(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Self::Answer>> + Send {
+        let rows = rows(AnyQuery::of(self), place);
+        async move { Self::answer(rows.await?.into_iter().next().ok_or(sqlx::Error::RowNotFound)?) }
+    }
+
+    /// Runs a statement and returns its result, without its rows.
+    fn run(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Db::QueryResult>> + Send {
+        result(AnyQuery::of(self), place)
+    }
+}
+
+impl<'q, Db: Remote> Ask<'q, Db> for Query<'q, Db, Db::Arguments> {
+    type Answer = Db::Row;
+
+    fn answer(row: Db::Row) -> sqlx::Result<Db::Row> {
+        Ok(row)
+    }
+}
+
+impl<Db: Remote> Ask<'_, Db> for RawSql {
+    type Answer = Db::Row;
+
+    fn answer(row: Db::Row) -> sqlx::Result<Db::Row> {
+        Ok(row)
+    }
+}
+
+impl<'q, Db: Remote, O> Ask<'q, Db> for QueryAs<'q, Db, O, Db::Arguments>
+where
+    O: for<'r> FromRow<'r, Db::Row> + Send + 'q,
+{
+    type Answer = O;
+
+    fn answer(row: Db::Row) -> sqlx::Result<O> {
+        O::from_row(&row)
+    }
+}
+
+impl<'q, Db: Remote, O> Ask<'q, Db> for QueryScalar<'q, Db, O, Db::Arguments>
+where
+    O: Send + 'q,
+    (O,): for<'r> FromRow<'r, Db::Row>,
+{
+    type Answer = O;
+
+    fn answer(row: Db::Row) -> sqlx::Result<O> {
+        <(O,)>::from_row(&row).map(|(answer,)| answer)
+    }
+}
