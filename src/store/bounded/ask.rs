@@ -1,7 +1,7 @@
 //! Statements within the answer timeout: how they are sent, and how their rows are converted.
 //!
-//! Promise: what sends a statement and reads its answer is compiled once for each database, whatever
-//! type of sqlx it was built with and whatever its rows are.
+//! Promise: what sends a statement and reads its answer is compiled once for each database,
+//! whatever type of sqlx it was built with and whatever its rows are.
 
 use std::borrow::BorrowMut;
 use std::future::Future;
