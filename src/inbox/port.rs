@@ -285,17 +285,34 @@ pub trait Inbox: Debug + Send + Sync {
     /// Stores the positions of partitions, each fenced by its owner; a partition that another owner
     /// has by now is not changed. It is called only after everything before the positions is
     /// committed, and uses a transaction of its own. So even if a database loses its last writes,
-    /// no position is stored without the effects before it.
-    async fn keep_positions(&self, consumer: ConsumerId, positions: &[(Holding, Position)]) -> Result<(), StoreError>;
+    /// no position is stored without the effects before it. Returns the holdings whose rows were
+    /// not changed.
+    async fn keep_positions(
+        &self,
+        consumer: ConsumerId,
+        positions: &[(Holding, Position)],
+    ) -> Result<Vec<Holding>, StoreError>;
+
+    /// Opens the row of a partition again, under this owner and with this position. The row must
+    /// have no owner, unless it may be taken also from one. It changes nothing and returns false
+    /// where the row is further, where it is of another topic of this name, or where there is none:
+    /// somebody else then went on with the partition. Check and change are one statement.
+    async fn take_back_assignment(
+        &self,
+        consumer: ConsumerId,
+        holding: &Holding,
+        position: &Position,
+        also_from_an_owner: bool,
+    ) -> Result<bool, StoreError>;
 
     /// Closes the row of a partition in order, with the position where it is given, unless another
-    /// owner has the partition.
+    /// owner has the partition. Returns whether the row was closed.
     async fn close_assignment(
         &self,
         consumer: ConsumerId,
         holding: &Holding,
         position: Option<&Position>,
-    ) -> Result<(), StoreError>;
+    ) -> Result<bool, StoreError>;
 }
 
 /// A transaction that holds inbox rows and the handler's effects together. Dropped without commit,

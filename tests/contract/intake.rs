@@ -5,13 +5,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use oncebox::store::OperatorAct;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
+use oncebox::store::{Holding, Inbox, OperatorAct};
 use oncebox::{ConsumerOptions, HandlerError, RunEnd};
 use oncebox_testkit::memory::MemoryBroker;
+use uuid::Uuid;
 
-use super::kit::{Act, Does, SOON, World, consumer_options, fails, on_postgres, sqlite};
+use super::kit::{Act, Does, SOON, Sql, World, consumer_options, fails, on_postgres, sqlite};
 use super::support::eventually;
 
 /// Waits until the health names this setting as a limit that is reached, or does not.
@@ -170,4 +171,44 @@ async fn a_partition_that_goes_to_another_member_waits_for_its_handler_no_longer
         assert!(ran >= drain && ran < consumer_options().handler_timeout, "{ran:?}");
     })
     .await;
+}
+
+/// Waits until the row of partition 0 says this: its state, and the next offset.
+async fn until_row(world: &World<SqliteStore>, row: &str) {
+    eventually(&format!("the row is {row}"), SOON, || async {
+        let rows = world.store.texts("select state || ' ' || coalesce(next_offset, '-') from oncebox_assignment").await;
+        (rows == [row]).then_some(())
+    })
+    .await;
+}
+
+/// A process that was frozen while it opened its rows goes on, and takes those of partitions that
+/// it has lost. Shown by ignoring that no row was changed: the owner never stored its position
+/// again.
+#[tokio::test]
+async fn r26_an_owner_whose_row_a_thawed_process_took_stores_its_position_on() {
+    let (heard, _hearing) = super::observed::hear();
+    let world = sqlite().await;
+    let consumer = world.consumer(consumer_options(), Does(|_: &str, _: &oncebox::Message| Act::Done));
+    world.deliver_all(&["a1"]);
+    until_row(&world, "open 1").await;
+    let id = world.registered().await;
+    let thawed = Holding { topic: "t".into(), partition: 0, owner: Uuid::now_v7() };
+    assert!(world.store.open_assignment(id, &thawed).await.unwrap().was_open, "by its owner");
+    world.deliver_all(&["a2"]);
+    world.until_effects(&["a1", "a2"]).await;
+    // It hears that it has lost the partition, and closes the row.
+    assert!(world.store.close_assignment(id, &thawed, None).await.unwrap(), "it had the row until now");
+    until_row(&world, "open 2").await;
+    // The same between the last position and a clean stop.
+    world.deliver_all(&["a3"]);
+    world.until_effects(&["a1", "a2", "a3"]).await;
+    world.store.open_assignment(id, &thawed).await.unwrap();
+    world.store.close_assignment(id, &thawed, None).await.unwrap();
+    consumer.end().await;
+    until_row(&world, "closed 3").await;
+    let warned = |said: &&super::observed::Said| said.level == tracing::Level::WARN;
+    let warned: Vec<_> = heard.said().iter().filter(warned).map(|said| said.fields["message"].clone()).collect();
+    let tells = warned.iter().filter(|text| text.contains("had taken the row of a partition"));
+    assert_eq!(tells.count(), 2, "once each time: {warned:?}");
 }

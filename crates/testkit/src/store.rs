@@ -275,6 +275,7 @@ macro_rules! store_conformance {
                 r26_tries_are_taken_back_without_those_that_the_next_owner_counted,
                 an_assignment_found_open_was_not_closed,
                 an_owner_that_lost_a_partition_changes_nothing_of_the_next_ones_row,
+                a_row_that_was_taken_is_taken_back_unless_it_is_further,
                 a_position_is_remembered_until_a_later_one_is_told,
                 a_position_knows_under_which_id_rule_it_was_kept,
                 a_transaction_that_is_dropped_leaves_nothing,

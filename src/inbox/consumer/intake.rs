@@ -18,9 +18,10 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::item::{Done, End, Item, Source};
+use super::positions::Told;
 use super::{ConsumerOptions, Shared, lane, loss, positions};
 use crate::broker::{Begun, Delivery, Event, PartitionId, Subscriber};
-use crate::error::{BrokerError, RunEnd};
+use crate::error::{BrokerError, RunEnd, StoreError};
 use crate::inbox::port::{ConsumerId, Holding};
 use crate::inbox::rules::position::Position;
 use crate::inbox::rules::suspicion::Suspicion;
@@ -91,7 +92,7 @@ struct Intake<'a> {
     consumer: ConsumerId,
     subscriber: Box<dyn Subscriber>,
     lanes: Vec<mpsc::UnboundedSender<Item>>,
-    positions: mpsc::UnboundedSender<(Holding, Position)>,
+    positions: mpsc::UnboundedSender<Told>,
     sources: HashMap<PartitionId, Assigned>,
     /// Closes the rows of partitions that are given up, all at once and beside everything else.
     closing: JoinSet<()>,
@@ -379,8 +380,10 @@ impl Intake<'_> {
         }
         self.show_refused();
         // From now on the database knows the id of the topic, so the next owner also detects a
-        // topic that was made anew.
-        self.shared.store.keep_positions(self.consumer, &positions).await.map_err(|error| {
+        // topic that was made anew. If another process has taken a row meanwhile, nothing is done
+        // about it here: this process may be the one that lost the partition. The first position
+        // that it stores decides.
+        self.shared.store.keep_positions(self.consumer, &positions).await.map(drop).map_err(|error| {
             BrokerError::Unavailable(format!("the database does not take where partitions stand: {error}"))
         })
     }
@@ -508,7 +511,8 @@ impl Intake<'_> {
         assigned.untold.retain(|sequence| *sequence > through);
         if let (Some((holding, _)), Some(position)) = (&assigned.row, assigned.position()) {
             // At the end no task writes positions any more; closing the assignment writes this one.
-            let _ended = self.positions.send((holding.clone(), position));
+            let (source, holding) = (Arc::clone(&assigned.source), holding.clone());
+            let _ended = self.positions.send(Told { source, holding, position });
         }
         if let Err(error) = self.subscriber.acknowledge(id, through).await {
             // Nothing is lost: the message comes again, and the inbox knows it.
@@ -523,12 +527,21 @@ impl Intake<'_> {
         while self.closing.try_join_next().is_some() {}
         let position = assigned.position();
         // The broker goes on when the row is closed, or at once if there is none.
-        let (Some((holding, _)), guard) = (assigned.row, assigned.giving_up.map(|giving_up| giving_up.guard)) else {
-            return;
-        };
+        let (lost, guard) =
+            assigned.giving_up.map_or((false, None), |giving_up| (giving_up.lost, Some(giving_up.guard)));
+        let Some((holding, _)) = assigned.row else { return };
         let (shared, consumer) = (Arc::clone(self.shared), self.consumer);
         self.closing.spawn(task::boxed(async move {
-            let closed = shared.store.close_assignment(consumer, &holding, position.as_ref());
+            let closed = async {
+                let is_closed = shared.store.close_assignment(consumer, &holding, position.as_ref()).await?;
+                // Another process took the row. It may be the owner, but not if it closed the row.
+                if let (false, false, Some(position)) = (is_closed, lost, &position)
+                    && positions::take_back(&shared, consumer, &holding, position, false).await?
+                {
+                    shared.store.close_assignment(consumer, &holding, Some(position)).await?;
+                }
+                Ok::<_, StoreError>(())
+            };
             let why = match tokio::time::timeout(CLOSE_MAX, closed).await {
                 Ok(Ok(())) => None,
                 Ok(Err(error)) => Some(error.to_string()),

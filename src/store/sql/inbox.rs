@@ -5,7 +5,8 @@
 //! * A consumer keeps its number, and its id rule changes only when an operator accepts that (R31).
 //! * Tries are counted in transactions of their own (R26), and their rows are deleted once the
 //!   message has its inbox row.
-//! * Only the current owner of a partition changes its position or closes its row.
+//! * Only the current owner of a partition changes its position or closes its row. An owner that
+//!   lost the row takes it back only if the row is not further than its position.
 //!
 //! Not here: what runs for every batch, which each database implements itself ([`OwnInbox`]).
 
@@ -137,6 +138,14 @@ const KEEP: &str = "update oncebox.assignment set topic_id = :topic_id, next_off
       id_rule = (select c.id_rule from oncebox.consumer c where c.consumer_id = :consumer) \
     where consumer_id = :consumer and topic = :topic and partition_no = :partition and owner = :owner";
 
+const TAKE_BACK_ROW: &str = "update oncebox.assignment set state = 'open', owner = :owner, \
+      topic_id = :topic_id, next_offset = :next, changed_at = {clock}, \
+      id_rule = (select c.id_rule from oncebox.consumer c where c.consumer_id = :consumer) \
+    where consumer_id = :consumer and topic = :topic and partition_no = :partition \
+      {if unowned: and owner is null} \
+      and (next_offset is null or next_offset <= :next \
+      and topic_id {pg: is not distinct from}{my: <=>}{lite: is} :topic_id)";
+
 const CLOSE: &str = "update oncebox.assignment set state = 'closed', owner = null, changed_at = {clock} \
       {if next: , topic_id = :topic_id, next_offset = :next} \
     where consumer_id = :consumer and topic = :topic and partition_no = :partition and owner = :owner";
@@ -267,16 +276,35 @@ impl<S: OwnInbox> Inbox for S {
         Ok(opened)
     }
 
-    async fn keep_positions(&self, consumer: ConsumerId, positions: &[(Holding, Position)]) -> Result<(), StoreError> {
+    async fn keep_positions(
+        &self,
+        consumer: ConsumerId,
+        positions: &[(Holding, Position)],
+    ) -> Result<Vec<Holding>, StoreError> {
+        let mut not_kept = Vec::new();
         if positions.is_empty() {
-            return Ok(());
+            return Ok(not_kept);
         }
         let mut transaction = self.begin_sql().await?;
         for (holding, position) in positions {
             let keep = at(of_partition(KEEP, consumer, holding), Some(position));
-            transaction.session().run(keep).await?;
+            if transaction.session().run(keep).await? == 0 {
+                not_kept.push(holding.clone());
+            }
         }
-        transaction.commit().await
+        transaction.commit().await?;
+        Ok(not_kept)
+    }
+
+    async fn take_back_assignment(
+        &self,
+        consumer: ConsumerId,
+        holding: &Holding,
+        position: &Position,
+        also_from_an_owner: bool,
+    ) -> Result<bool, StoreError> {
+        let take_back = at(of_partition(TAKE_BACK_ROW, consumer, holding), Some(position));
+        Ok(self.run_alone(take_back.bind("unowned", !also_from_an_owner)).await? == 1)
     }
 
     async fn close_assignment(
@@ -284,8 +312,8 @@ impl<S: OwnInbox> Inbox for S {
         consumer: ConsumerId,
         holding: &Holding,
         position: Option<&Position>,
-    ) -> Result<(), StoreError> {
-        self.run_alone(at(of_partition(CLOSE, consumer, holding), position)).await.map(drop)
+    ) -> Result<bool, StoreError> {
+        Ok(self.run_alone(at(of_partition(CLOSE, consumer, holding), position)).await? == 1)
     }
 }
 

@@ -351,11 +351,58 @@ pub async fn an_owner_that_lost_a_partition_changes_nothing_of_the_next_ones_row
     let (old, new) = (holding("payments", 0), holding("payments", 0));
     store.open_assignment(consumer, &old).await.unwrap();
     store.open_assignment(consumer, &new).await.unwrap();
-    store.keep_positions(consumer, &[(new.clone(), position("a", 7))]).await.unwrap();
-    store.keep_positions(consumer, &[(old.clone(), position("a", 5))]).await.unwrap();
-    store.close_assignment(consumer, &old, Some(&position("a", 6))).await.unwrap();
+    let both = [(new.clone(), position("a", 7)), (old.clone(), position("a", 5))];
+    assert_eq!(
+        store.keep_positions(consumer, &both).await.unwrap(),
+        std::slice::from_ref(&old),
+        "whose row was not changed"
+    );
+    assert_eq!(store.keep_positions(consumer, &both[..1]).await.unwrap(), [], "the same position again");
+    assert!(!store.close_assignment(consumer, &old, Some(&position("a", 6))).await.unwrap());
+    for also_from_an_owner in [false, true] {
+        let back = store.take_back_assignment(consumer, &old, &position("a", 6), also_from_an_owner).await.unwrap();
+        assert!(!back, "it is not as far");
+    }
     let opened = store.open_assignment(consumer, &holding("payments", 0)).await.unwrap();
     assert_eq!(opened, Opened { was_open: true, position: Some(position("a", 7)), has_new_ids: false });
+}
+
+/// A process that was frozen goes on, takes the row of a partition that it has lost, and closes it
+/// or dies. The owner takes the row back with its position. A row that is further is another one's.
+pub async fn a_row_that_was_taken_is_taken_back_unless_it_is_further<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    let store = &trial.store;
+    let [owner, thawed] = [(); 2].map(|()| holding("payments", 0));
+    let takes = async |position, also| store.take_back_assignment(consumer, &owner, &position, also).await.unwrap();
+    let takes_back = async |position| takes(position, false).await;
+    assert!(!takes(position("a", 1), true).await, "there is no row");
+    store.open_assignment(consumer, &owner).await.unwrap();
+    store.open_assignment(consumer, &holding("payments", 1)).await.unwrap();
+    store.open_assignment(consumer, &thawed).await.unwrap();
+    assert!(!takes_back(position("a", 1)).await, "the other process may be the owner");
+    assert!(takes(position("a", 1), true).await, "it has no position yet");
+    assert_eq!(store.keep_positions(consumer, &[(owner.clone(), position("a", 5))]).await.unwrap(), []);
+    let opened = store.open_assignment(consumer, &thawed).await.unwrap();
+    assert_eq!(opened, Opened { was_open: true, position: Some(position("a", 5)), has_new_ids: false });
+    assert!(store.close_assignment(consumer, &thawed, None).await.unwrap());
+    assert!(!takes_back(position("a", 4)).await, "the row is further");
+    assert!(!takes_back(position("b", 9)).await, "the row is of another topic");
+    assert!(!takes_back(Position { topic_id: None, next: 9 }).await, "nobody knows of which topic");
+    assert!(takes_back(position("a", 5)).await, "the row is as far");
+    let on = [(owner.clone(), position("a", 6))];
+    assert_eq!(store.keep_positions(consumer, &on).await.unwrap(), [], "and then it goes on");
+    assert!(!store.close_assignment(consumer, &thawed, None).await.unwrap(), "it is the owner's again");
+    let other = store.open_assignment(consumer, &holding("payments", 1)).await.unwrap();
+    assert_eq!(other.position, None, "another partition");
+    let opened = store.open_assignment(consumer, &thawed).await.unwrap();
+    assert_eq!(opened, Opened { was_open: true, position: Some(position("a", 6)), has_new_ids: false });
+    // Brokers that do not tell the ids of topics.
+    let [owner, thawed] = [(); 2].map(|()| holding("refunds", 0));
+    let without_id = |next| Position { topic_id: None, next };
+    store.open_assignment(consumer, &owner).await.unwrap();
+    store.keep_positions(consumer, &[(owner.clone(), without_id(3))]).await.unwrap();
+    store.open_assignment(consumer, &thawed).await.unwrap();
+    assert!(store.take_back_assignment(consumer, &owner, &without_id(4), true).await.unwrap());
 }
 
 /// Closing an assignment stores the last position too. Closing it without one keeps the stored
