@@ -66,6 +66,19 @@ pub(super) async fn admit(
     topology.declare_queues(&queue, unlimited).await
 }
 
+/// Binds the queues of a running consumer again, unless they are drained: then new messages go to
+/// the new queues only.
+pub(super) async fn bind_again(
+    subscription: &Subscription,
+    topic: &str,
+    topology: &mut Topology<'_>,
+) -> Result<(), BrokerError> {
+    if is_draining(&subscription.queue(topic), topology).await? {
+        return Ok(());
+    }
+    topology.bind_queues(subscription, topic).await
+}
+
 /// The existing queues of another number. Empty if there are none.
 pub(super) async fn other_layout(queue: &str, topology: &mut Topology<'_>) -> Result<Vec<String>, BrokerError> {
     let numbered = numbered(queue, topology).await?;
