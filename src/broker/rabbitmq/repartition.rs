@@ -39,7 +39,8 @@ pub enum Repartition {
     Draining {
         /// The number of partitions with which consumers read the old queues.
         from: usize,
-        /// Messages that are ready in the old queues.
+        /// Messages that are ready in the old queues. Those that are delivered and not acknowledged
+        /// are not among them: AMQP does not tell their number.
         ready: u64,
         /// Consumers that are connected to the old queues.
         consumers: u64,
