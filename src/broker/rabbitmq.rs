@@ -8,6 +8,7 @@
 //! Not here: SQL, decisions about refusals, retries across sessions; policies of the server, which
 //! an operator sets.
 
+mod bindings;
 mod check;
 mod config;
 mod confirms;

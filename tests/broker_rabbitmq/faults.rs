@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use oncebox::broker::{Broker, Publisher, Receipt, Refusal, Settled, Subscriber, TopicState};
+use oncebox::broker::{Broker, Event, Publisher, Receipt, Refusal, Settled, Subscriber, TopicState};
 use oncebox::error::BrokerError;
 use oncebox::observe::Severity;
 
-use crate::fixture::{Corner, SOON, message, numbered, numbers, publish, receive, send_all};
+use crate::fixture::{Corner, SOON, message, numbered, numbers, publish, receive, send_all, send_until_taken};
 use crate::private::Private;
 use crate::support::eventually;
 
@@ -233,6 +233,34 @@ async fn s5_least_rights_are_enough_and_a_right_that_is_missing_blocks_only_its_
         "{settled:?}"
     );
     publisher.close().await;
+}
+
+/// Shown to fail: with a consumer that ends where it may not declare the exchange again.
+#[tokio::test]
+async fn s5_who_may_not_declare_an_exchange_that_was_deleted_says_so_and_goes_on_once_it_is_there() {
+    let Some(private) = Private::of("s5_who_may_not_declare_an_exchange") else { return };
+    let _shared = private.peace.read().await;
+    let owner = corner(&private).await;
+    owner.broker().subscriber(&owner.subscription()).await.unwrap().close().await;
+    let both = format!("^({}|{})$", owner.config.exchange, owner.queue());
+    let name = format!("b{}", owner.topic);
+    let mut user = as_user(&private, &owner, &name, ["^$", &both, &both]).await;
+    user.config.quiet_check = Duration::from_millis(50);
+    let mut subscriber = user.broker().subscriber(&user.subscription()).await.unwrap();
+    assert!(matches!(subscriber.next().await, Ok(Event::Assigned(_))));
+    owner.clean(&[]).await;
+    let mut publisher = user.broker().publisher().await.unwrap();
+    let TopicState::NotReady(why) = publisher.topic(&owner.topic).await.unwrap() else { panic!("no exchange") };
+    assert!(why.contains(&owner.config.exchange) && why.contains("ACCESS_REFUSED"), "{why}");
+    // The server logs each refusal: one at the consumer's start, one to the publisher, then those
+    // of the consumer that runs.
+    let refused = || private.logged(&["exchange.declare", &format!("refused for user '{name}'")]);
+    eventually("the consumer is refused", SOON, async || (refused() > 2).then_some(())).await;
+    owner.broker().declare(&[]).await.unwrap();
+    send_until_taken(&mut *publisher, &owner.topic).await;
+    assert_eq!(numbers(&receive(&mut *subscriber, 1).await), [0]);
+    publisher.close().await;
+    subscriber.close().await;
 }
 
 /// Shown by: taking an unknown limit for a known one (from 4.0 the queue was refused as limited,

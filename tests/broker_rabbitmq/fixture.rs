@@ -2,7 +2,7 @@
 //! send.
 
 use std::collections::HashMap;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use lapin::options::{
     BasicGetOptions, ExchangeDeleteOptions, QueueBindOptions, QueueDeclareOptions, QueueDeleteOptions,
@@ -136,6 +136,14 @@ pub(crate) async fn send_all(publisher: &mut dyn Publisher, rows: Vec<(u64, Outg
         tokio::time::timeout(SOON, publisher.settle(&mut settled)).await.expect("outcomes").unwrap();
     }
     settled
+}
+
+/// Sends a message of a topic again and again, until a queue takes it.
+pub(crate) async fn send_until_taken(publisher: &mut dyn Publisher, topic: &str) {
+    let start = Instant::now();
+    while send_all(publisher, vec![(0, message(topic, None, 0))]).await[0].outcome.is_err() {
+        assert!(start.elapsed() < SOON, "no queue is bound for topic {topic}");
+    }
 }
 
 /// Publishes numbered messages that must all be taken.

@@ -132,6 +132,13 @@ impl Private {
         self.command(&self.programs.join("rabbitmqctl")).args(arguments).status().unwrap().success()
     }
 
+    /// How many lines of the server's log have all these parts.
+    pub(crate) fn logged(&self, parts: &[&str]) -> usize {
+        let files = std::fs::read_dir(self.directory.path().join("log")).unwrap();
+        let texts = files.map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap_or_default());
+        texts.map(|text| text.lines().filter(|line| parts.iter().all(|part| line.contains(part))).count()).sum()
+    }
+
     /// The server is gone at once, with whatever it had not written.
     pub(crate) fn kill(&self) {
         // The pid file names the virtual machine; our child is only the shell that started it.

@@ -229,13 +229,16 @@ async fn rows_sent_before_the_refusal_was_heard_are_refused_too() {
 }
 
 #[tokio::test]
-async fn r16_an_exchange_that_is_not_there_is_a_blocked_destination() {
+async fn r16_an_exchange_that_is_not_there_is_declared_and_one_that_vanishes_is_a_blocked_destination() {
     let Some(corner) = Corner::bare("r16_an_exchange_that_is_not_there").await else { return };
     let broker = corner.broker();
     let queue = corner.queue();
     let mut publisher = broker.publisher().await.unwrap();
-    let TopicState::NotReady(why) = publisher.topic(&corner.topic).await.unwrap() else { panic!("no exchange") };
-    assert!(why.contains(&corner.config.exchange), "{why}");
+    assert_eq!(publisher.topic(&corner.topic).await.unwrap(), TopicState::Ready);
+    let exchange = corner.config.exchange.as_str().into();
+    let (kind, passive) = (ExchangeKind::Topic, ExchangeDeclareOptions { passive: true, ..Default::default() });
+    let looked = corner.channel.exchange_declare(exchange, kind, passive, FieldTable::default()).await;
+    looked.expect("the publisher declared it");
     broker.declare(&[]).await.unwrap();
     broker.declare(&[]).await.unwrap();
     assert_eq!(publisher.topic(&corner.topic).await.unwrap(), TopicState::Ready);
@@ -251,7 +254,12 @@ async fn r16_an_exchange_that_is_not_there_is_a_blocked_destination() {
     publisher.settle(&mut none).await.expect_err("the channel is closed");
     publisher.send(vec![(10, message(&corner.topic, None, 10))]).await.expect_err("the session is over");
     publisher.close().await;
-    broker.declare(&[]).await.unwrap();
+    // The next session declares it again.
+    let mut publisher = broker.publisher().await.unwrap();
+    assert_eq!(publisher.topic(&corner.topic).await.unwrap(), TopicState::Ready);
+    let settled = send_all(&mut *publisher, vec![(11, message(&corner.topic, None, 11))]).await;
+    assert!(matches!(&settled[0].outcome, Err(Refusal::Destination(why)) if why.contains("NO_ROUTE")), "{settled:?}");
+    publisher.close().await;
     corner.clean(&[&queue]).await;
 }
 

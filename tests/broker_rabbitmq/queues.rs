@@ -1,6 +1,7 @@
 //! Queues and bindings (R30), foreign messages, taps, and what `check` says.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
 
 use lapin::BasicProperties;
 use lapin::options::{BasicPublishOptions, ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
@@ -266,6 +267,51 @@ async fn check_declares_nothing_and_names_what_is_missing() {
     assert!(about("policies").remedy.as_deref().unwrap().contains("list_policies"));
     let again = corner.broker().check(&[corner.subscription()]).await.unwrap();
     assert_eq!(findings, again, "the first look changed something");
+}
+
+/// Deletes the exchange, and with it all its bindings, as an operator does.
+async fn delete_exchange(corner: &Corner) {
+    let exchange = corner.config.exchange.as_str().into();
+    corner.channel.exchange_delete(exchange, ExchangeDeleteOptions::default()).await.unwrap();
+}
+
+/// Shown to fail: with bindings that only a start makes. The other consumer declares the exchange
+/// again, so that every publish is confirmed, and this one gets nothing for ever.
+#[tokio::test]
+async fn a_consumer_that_runs_is_bound_again_after_the_exchange_was_deleted() {
+    for partitions in [1, 2] {
+        let Some(mut corner) = Corner::of("a_consumer_that_runs_is_bound_again").await else { return };
+        corner.config.partitions = partitions;
+        corner.config.quiet_check = Duration::from_millis(200);
+        let broker = corner.broker();
+        let mut mail = broker.subscriber(&Subscription::new("mail", vec![corner.topic.clone()])).await.unwrap();
+        assert!(matches!(mail.next().await, Ok(Event::Assigned(_))));
+        delete_exchange(&corner).await;
+        let mut ledger = broker.subscriber(&corner.subscription()).await.unwrap();
+        let started = Instant::now();
+        let mut sent = 0;
+        let arrived = loop {
+            assert!(started.elapsed() < SOON, "partitions = {partitions}: it is not bound again");
+            publish(&broker, vec![(0, message(&corner.topic, Some("k"), sent))]).await;
+            sent += 1;
+            if let Ok(event) = tokio::time::timeout(Duration::from_millis(100), mail.next()).await {
+                break event.unwrap();
+            }
+        };
+        let Event::Deliveries(arrived) = arrived else { panic!("{arrived:?}") };
+        let mut seen = numbers(&arrived);
+        let missed = usize::try_from(seen[0]).unwrap();
+        publish(&broker, (sent..sent + 10).map(|at| (at, message(&corner.topic, Some("k"), at))).collect()).await;
+        let all = usize::try_from(sent).unwrap() + 10;
+        seen.extend(numbers(&receive(&mut *mail, all - missed - seen.len()).await));
+        assert_eq!(seen, (seen[0]..sent + 10).collect::<Vec<_>>(), "partitions = {partitions}");
+        assert_eq!(receive(&mut *ledger, all).await.len(), all, "partitions = {partitions}");
+        mail.close().await;
+        ledger.close().await;
+        let subscriptions = [corner.subscription(), Subscription::new("mail", vec![corner.topic.clone()])];
+        broker.remove(&subscriptions).await.unwrap();
+        corner.clean(&[]).await;
+    }
 }
 
 /// The server bounds their count, not their bytes. Shown to fail: with the bytes looked at by

@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
+use lapin::options::ExchangeDeleteOptions;
 use lapin::types::AMQPValue;
 use oncebox::RelayOptions;
 use oncebox::broker::Broker;
 use oncebox::broker::rabbitmq::{RabbitBroker, RabbitConfig};
 use oncebox::store::Status;
 
-use super::fixture::{Corner, SOON, in_order};
+use super::fixture::{Corner, SOON, in_order, numbers, receive};
 use super::outbox::{Outbox, options};
 use super::private::Private;
 use super::proxy::{Failure, Proxy, When};
@@ -50,6 +51,35 @@ async fn g3_topics_without_a_route_are_held_together_and_released_when_they_have
     assert_eq!(released.iter().map(|(_, number)| *number).collect::<Vec<_>>(), [0, 1]);
     relay.end().await;
     corner.clean(&[&queue, &late]).await;
+}
+
+/// Shown to fail: with bindings that only a start makes.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn r16_an_exchange_that_is_deleted_under_relay_and_consumer_comes_back_without_a_restart() {
+    let Some(mut corner) = Corner::of("r16_an_exchange_that_is_deleted_under_relay").await else { return };
+    corner.config.quiet_check = Duration::from_millis(200);
+    let outbox = Outbox::new().await;
+    let mut subscriber = corner.broker().subscriber(&corner.subscription()).await.unwrap();
+    let relay = outbox.relay(corner.broker(), options());
+    let mut log: Vec<(String, u64)> = Vec::new();
+    for sent in [0..5, 5..10] {
+        if sent.start > 0 {
+            let exchange = corner.config.exchange.as_str().into();
+            corner.channel.exchange_delete(exchange, ExchangeDeleteOptions::default()).await.unwrap();
+        }
+        outbox.enqueue(rows(&corner.topic, sent.clone())).await;
+        // A session that ends may bring what it had sent once more.
+        while !sent.clone().all(|number| log.iter().any(|(_, seen)| *seen == number)) {
+            let deliveries = receive(&mut *subscriber, 1).await;
+            let keys = deliveries.iter().map(|one| String::from_utf8(one.arrived.key.clone().unwrap()).unwrap());
+            log.extend(keys.zip(numbers(&deliveries)));
+        }
+    }
+    assert!(in_order(&log), "{log:?}");
+    outbox.until("nothing is held or dead", |status| status.pending + status.held + status.dead == 0).await;
+    relay.end().await;
+    subscriber.close().await;
+    corner.finish().await;
 }
 
 /// A queue that is full answers with a nack: its topic is held once a fresh session got the same,

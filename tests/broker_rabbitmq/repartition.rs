@@ -7,11 +7,13 @@ use lapin::Channel;
 use lapin::options::{ExchangeDeclareOptions, ExchangeDeleteOptions, QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::FieldTable;
 use oncebox::broker::rabbitmq::{RabbitBroker, RabbitConfig, Repartition};
-use oncebox::broker::{Broker, Subscriber};
+use oncebox::broker::{Broker, Refusal, Subscriber, Subscription};
 use oncebox::error::BrokerError;
 use oncebox::observe::Severity;
 
-use crate::fixture::{Corner, SOON, first_occurrences, message, number, numbered, publish, receive};
+use crate::fixture::{
+    Corner, SOON, first_occurrences, message, number, numbered, publish, receive, send_all, send_until_taken,
+};
 use crate::support::eventually;
 
 fn with(corner: &Corner, partitions: u32) -> RabbitBroker {
@@ -207,6 +209,30 @@ async fn a_change_that_is_broken_off_while_it_deletes_leaves_nothing_behind_once
         let answer = channel.exchange_declare(exchange.as_str().into(), kind, passive, table).await;
         assert!(answer.is_err(), "the exchange {rest} is left");
     }
+    clean(&corner).await;
+}
+
+/// Shown to fail: with the old queues bound again by the consumer that reads them empty.
+#[tokio::test]
+async fn a_consumer_whose_queues_are_drained_binds_its_other_queues_again_and_not_these() {
+    let Some(mut corner) = Corner::of("a_consumer_whose_queues_are_drained").await else { return };
+    corner.config.quiet_check = Duration::from_millis(100);
+    let (old, new, other) = (with(&corner, 1), with(&corner, 2), format!("{}.other", corner.topic));
+    // They are bound in this order.
+    let both = Subscription::new("ledger", vec![corner.topic.clone(), other.clone()]);
+    let reader = old.subscriber(&both).await.unwrap();
+    until(&new, &corner, 1, 0, 1).await;
+    let exchange = corner.config.exchange.as_str().into();
+    corner.channel.exchange_delete(exchange, ExchangeDeleteOptions::default()).await.unwrap();
+    old.declare(&[]).await.unwrap();
+    let mut publisher = old.publisher().await.unwrap();
+    send_until_taken(&mut *publisher, &other).await;
+    let settled = send_all(&mut *publisher, vec![(1, message(&corner.topic, None, 1))]).await;
+    assert!(matches!(&settled[0].outcome, Err(Refusal::Destination(why)) if why.contains("NO_ROUTE")), "{settled:?}");
+    publisher.close().await;
+    reader.close().await;
+    finish(&new, &old, &corner, &mut Vec::new()).await;
+    old.remove(&[Subscription::new("ledger", vec![other])]).await.unwrap();
     clean(&corner).await;
 }
 

@@ -67,7 +67,10 @@ async fn repartition(args: &RepartitionArgs, settings: &Settings, output: Output
                 break;
             };
             let next = match (ready, consumers) {
-                (0, _) => format!("the old queues are empty: stop the consumers with partitions = {from}"),
+                (0, _) => format!(
+                    "nothing is ready in the old queues: stop the consumers with partitions = {from}; what they have and \
+                     do not finish is ready again then"
+                ),
                 (_, 0) => {
                     format!("{ready} messages left and nobody reads them: start consumers with partitions = {from}")
                 }

@@ -51,7 +51,7 @@ pub(super) async fn check(
                     findings.push(Finding::warning(
                         format!("exchange {hash}"),
                         "the hash exchange is not there yet",
-                        "start the consumer, which declares it",
+                        "start the consumer, which declares it; one that runs does so within a minute",
                     ));
                 }
             }
@@ -79,7 +79,7 @@ async fn exchange(topology: &mut Topology<'_>) -> Result<Finding, BrokerError> {
     let exchange = &topology.config.exchange;
     let name = format!("exchange {exchange}");
     if !topology.exchange_exists(exchange).await? {
-        let remedy = "start `publisher` or `consumer`, which declares it";
+        let remedy = "start `publisher` or `consumer`, which declares it; a consumer that runs does so within a minute";
         return Ok(Finding::warning(name, "not there yet", remedy));
     }
     // The exchange exists, so declaring it only compares its properties.

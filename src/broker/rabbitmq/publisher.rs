@@ -59,13 +59,18 @@ impl Publisher for RabbitPublisher {
         // R16 needs this to tell a missing destination from a lost broker. It is asked only before
         // the session sends anything, because a server that blocks the connection answers nothing
         // on it. If the exchange is deleted later, the next publish ends the session, and a new one
-        // asks.
+        // asks, and declares it.
         if !self.exchange_seen {
-            let exchange = &self.config.exchange;
-            self.exchange_seen = Topology::new(&self.link, &self.config).exchange_exists(exchange).await?;
-            if !self.exchange_seen {
-                let why = format!("the exchange `{exchange}` is not there; `publisher` declares it at its start");
-                return Ok(vec![TopicState::NotReady(why); topics.len()]);
+            match Topology::new(&self.link, &self.config).exchange_where_missing().await {
+                Ok(()) => self.exchange_seen = true,
+                Err(BrokerError::Destination(why) | BrokerError::Refused(why)) => {
+                    let why = format!(
+                        "the exchange `{}` is not there and cannot be declared: {why}; declare it, or give this user the right to",
+                        self.config.exchange
+                    );
+                    return Ok(vec![TopicState::NotReady(why); topics.len()]);
+                }
+                Err(error) => return Err(error),
             }
         }
         let mut state = self.shared.lock();

@@ -39,7 +39,8 @@ pub enum Repartition {
     Draining {
         /// The number of partitions with which consumers read the old queues.
         from: usize,
-        /// Messages that are ready in the old queues.
+        /// Messages that are ready in the old queues. Those that are delivered and not acknowledged
+        /// are not among them: AMQP does not tell their number.
         ready: u64,
         /// Consumers that are connected to the old queues.
         consumers: u64,
@@ -64,6 +65,19 @@ pub(super) async fn admit(
         return Err(refused(topology.config, &queue, topic, &other, ready));
     }
     topology.declare_queues(&queue, unlimited).await
+}
+
+/// Binds the queues of a running consumer again, unless they are drained: then new messages go to
+/// the new queues only.
+pub(super) async fn bind_again(
+    subscription: &Subscription,
+    topic: &str,
+    topology: &mut Topology<'_>,
+) -> Result<(), BrokerError> {
+    if is_draining(&subscription.queue(topic), topology).await? {
+        return Ok(());
+    }
+    topology.bind_queues(subscription, topic).await
 }
 
 /// The existing queues of another number. Empty if there are none.

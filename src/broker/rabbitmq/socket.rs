@@ -105,6 +105,10 @@ impl Link {
         within(self.connect_deadline, what, question).await
     }
 
+    pub(super) fn is_connected(&self) -> bool {
+        self.connection.status().connected()
+    }
+
     pub(super) fn connection(&self) -> &Connection {
         &self.connection
     }

@@ -10,7 +10,8 @@
 //! and by bytes, which it cannot apply: above that bound the connection is cut, so that the server
 //! takes the deliveries back in order, and the next subscriber asks for a smaller prefetch.
 //!
-//! Not here: recovery (the runtime subscribes anew), duplicates (the inbox).
+//! Not here: bindings that are lost later (`bindings`), recovery (the runtime subscribes anew),
+//! duplicates (the inbox).
 
 use std::collections::VecDeque;
 use std::pin::Pin;
@@ -25,7 +26,9 @@ use futures_util::future::BoxFuture;
 use lapin::options::{BasicAckOptions, BasicConsumeOptions, BasicQosOptions, QueueDeclareOptions};
 use lapin::types::FieldTable;
 use lapin::{Channel, Consumer};
+use tokio_util::task::AbortOnDropHandle;
 
+use super::bindings;
 use super::config::Known;
 use super::error::{streaming, within};
 use super::repartition;
@@ -34,6 +37,7 @@ use super::topology::{QueueState, Topology};
 use super::wire;
 use crate::broker::{Delivery, Event, PartitionId, Subscriber, Subscription};
 use crate::error::BrokerError;
+use crate::task;
 
 const DELIVERIES_MAX: usize = 500;
 /// The shortest time between two questions of `caught_up` to the server.
@@ -101,6 +105,7 @@ pub(super) struct RabbitSubscriber {
     /// True if the last look at quiet queues found one that should have delivered.
     suspected: bool,
     last_look: Option<Instant>,
+    bindings: Option<AbortOnDropHandle<()>>,
 }
 
 impl RabbitSubscriber {
@@ -126,6 +131,7 @@ impl RabbitSubscriber {
             look: None,
             suspected: false,
             last_look: None,
+            bindings: None,
         };
         let link = &subscriber.link;
         let mut queues = Vec::new();
@@ -163,6 +169,8 @@ impl RabbitSubscriber {
                 expected: u64::from(found.ready),
             });
         }
+        let kept = bindings::keep(Arc::clone(link), Arc::clone(config), subscription.clone());
+        subscriber.bindings = Some(AbortOnDropHandle::new(task::spawn(kept)));
         subscriber.last_delivery = Instant::now();
         Ok(subscriber)
     }

@@ -67,11 +67,13 @@ pub(super) struct Topology<'l> {
     pub(super) link: &'l Link,
     pub(super) config: &'l RabbitConfig,
     channel: Option<Channel>,
+    /// False once the server did not allow this user to bind something.
+    pub(super) may_bind: bool,
 }
 
 impl<'l> Topology<'l> {
     pub(super) fn new(link: &'l Link, config: &'l RabbitConfig) -> Self {
-        Self { link, config, channel: None }
+        Self { link, config, channel: None, may_bind: true }
     }
 
     pub(super) async fn channel(&mut self) -> Result<Channel, Fault> {
@@ -111,6 +113,11 @@ impl<'l> Topology<'l> {
         }
         let declared = self.declare_exchange(&config.exchange, ExchangeKind::Topic, durable(), arguments).await;
         self.accept(declared, &config.exchange, "exchange").await
+    }
+
+    /// Declares the exchange if it does not exist; one that exists is taken as it is.
+    pub(super) async fn exchange_where_missing(&mut self) -> Result<(), BrokerError> {
+        if self.exchange_exists(&self.config.exchange).await? { Ok(()) } else { self.exchange().await }
     }
 
     /// Accepts an existing object where this user has no right to declare it; refuses one with
@@ -156,20 +163,23 @@ impl<'l> Topology<'l> {
         topic: &str,
         unlimited: bool,
     ) -> Result<Vec<(String, QueueState)>, BrokerError> {
+        let found = self.declare_queues(&subscription.queue(topic), unlimited).await?;
+        self.bind_queues(subscription, topic).await?;
+        Ok(found)
+    }
+
+    /// Binds the queues of the configured number, which exist. A repeated call changes nothing.
+    pub(super) async fn bind_queues(&mut self, subscription: &Subscription, topic: &str) -> Result<(), BrokerError> {
         let (config, queue) = (self.config, subscription.queue(topic));
-        let found = self.declare_queues(&queue, unlimited).await?;
         if config.partitions == 1 {
-            for (queue, _) in &found {
-                self.bind_queue(queue, &config.exchange, topic).await?;
-            }
-            return Ok(found);
+            return self.bind_queue(&queue, &config.exchange, topic).await;
         }
         let hash = hash_exchange(&queue);
         let declared = self.declare_exchange(&hash, hash_kind(), durable(), hash_arguments()).await;
         self.accept(declared, &hash, "hash exchange").await?;
-        for (queue, _) in &found {
+        for queue in queues(config, &queue) {
             // The routing key of a binding to a hash exchange is a weight.
-            self.bind_queue(queue, &hash, "1").await?;
+            self.bind_queue(&queue, &hash, "1").await?;
         }
         // Bound last: a message before that would be hashed over some queues only.
         let channel = self.channel().await?;
@@ -181,8 +191,7 @@ impl<'l> Topology<'l> {
             FieldTable::default(),
         );
         let bound = self.link.ask("exchange.bind", bound).await;
-        self.accept_binding(bound, &hash, &config.exchange)?;
-        Ok(found)
+        self.accept_binding(bound, &hash, &config.exchange)
     }
 
     pub(super) async fn remove(&mut self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
@@ -290,10 +299,11 @@ impl<'l> Topology<'l> {
         self.accept_binding(bound, queue, exchange)
     }
 
-    fn accept_binding(&self, bound: Result<(), Fault>, to: &str, exchange: &str) -> Result<(), BrokerError> {
+    fn accept_binding(&mut self, bound: Result<(), Fault>, to: &str, exchange: &str) -> Result<(), BrokerError> {
         match bound {
             Err(fault) if fault.code() == Some(ACCESS_REFUSED) => {
                 // Without the right, what an operator bound is used; AMQP does not show it.
+                self.may_bind = false;
                 tracing::warn!(to, exchange, why = fault.text(), "no right to bind; taking the binding as it stands");
                 Ok(())
             }

@@ -218,6 +218,13 @@ fn the_number_of_queues_is_changed_by_a_command_that_says_what_to_do() {
     refused.fails(3, &["10 messages left and nobody reads them: start consumers with partitions = 1"]);
     world.consume();
     assert_eq!(world.place.entries().len(), 10);
+    // What a consumer has is not ready, and AMQP does not tell it: that is not called empty.
+    let consumer = world.with_config(world.place.consumer(&[])).start();
+    crate::kit::eventually("the consumer reads its queue", || {
+        world.oncebox(&["doctor"]).run().stdout.contains("0 ready, 1 consumers").then_some(())
+    });
+    repartition().run().fails(3, &["nothing is ready in the old queues: stop the consumers with partitions = 1"]);
+    consumer.stop().ok();
     let repartition = ["queues", "repartition", "--wait", "60s", "--output", "json", "--log-format", "json"];
     let done = two(world.oncebox(&repartition)).run();
     objects(&done);
