@@ -20,22 +20,28 @@ use crate::broker::Subscription;
 
 /// The longest time between two rounds.
 const PAUSE_MAX: Duration = Duration::from_secs(60);
+/// In each such round the queues are bound again though the exchange is there: somebody else may
+/// have declared it anew. In the other rounds they are not, because the look whether queues are
+/// drained leaves a line in the log of the server.
+const EACH: u32 = 10;
 
 /// Declares the exchange where it is missing and binds the queues again, round after round, until
 /// the connection ends.
 pub(super) async fn keep(link: Arc<Link>, config: Arc<Known>, subscription: Subscription) {
     let consumer = &*subscription.consumer;
     let mut topics = subscription.topics.clone();
-    loop {
+    for round in 1_u32.. {
         tokio::time::sleep(config.quiet_check.min(PAUSE_MAX)).await;
-        if let Err(error) = Topology::new(&link, &config).exchange_where_missing().await {
-            if !link.is_connected() {
-                return;
+        match Topology::new(&link, &config).exchange_where_missing().await {
+            Ok(was_missing) if was_missing || round % EACH == 0 => {}
+            Ok(_) => continue,
+            Err(_) if !link.is_connected() => return,
+            Err(error) => {
+                let (exchange, why) = (&config.exchange, error.to_string());
+                let what = "the exchange cannot be looked for or declared; if it is missing, declare it";
+                tracing::warn!(consumer, exchange, why, "{what}");
+                continue;
             }
-            let (exchange, why) = (&config.exchange, error.to_string());
-            let what = "the exchange cannot be looked for or declared; if it is missing, declare it";
-            tracing::warn!(consumer, exchange, why, "{what}");
-            continue;
         }
         let mut bound = Vec::with_capacity(topics.len());
         for topic in topics {

@@ -115,9 +115,13 @@ impl<'l> Topology<'l> {
         self.accept(declared, &config.exchange, "exchange").await
     }
 
-    /// Declares the exchange if it does not exist; one that exists is taken as it is.
-    pub(super) async fn exchange_where_missing(&mut self) -> Result<(), BrokerError> {
-        if self.exchange_exists(&self.config.exchange).await? { Ok(()) } else { self.exchange().await }
+    /// Declares the exchange if it does not exist; one that exists is taken as it is. Returns
+    /// whether it was missing.
+    pub(super) async fn exchange_where_missing(&mut self) -> Result<bool, BrokerError> {
+        if self.exchange_exists(&self.config.exchange).await? {
+            return Ok(false);
+        }
+        self.exchange().await.map(|()| true)
     }
 
     /// Accepts an existing object where this user has no right to declare it; refuses one with
