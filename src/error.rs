@@ -295,10 +295,11 @@ pub fn words(error: &sqlx::Error) -> String {
     match error {
         sqlx::Error::Database(database) => {
             let said = classify::message_and_code(database.as_ref());
-            match classify::is_schema_missing(error) {
-                true => format!("{said}; where the schema of oncebox is missing or old, run `oncebox migrate up`"),
-                false => said,
-            }
+            let remedy = match classify::is_schema_missing(error) {
+                true => "; where the schema of oncebox is missing or old, run `oncebox migrate up`",
+                false => classify::remedy(database.as_ref()),
+            };
+            said + remedy
         }
         sqlx::Error::Io(error) if classify::is_untrusted_io(error) => format!(
             "its certificate is not trusted ({error}); set `ca_file` to its authority, and use the host name that stands in it"

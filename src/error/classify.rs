@@ -60,6 +60,20 @@ pub(crate) fn is_schema_missing(error: &sqlx::Error) -> bool {
     }
 }
 
+/// What to do about an error of PostgreSQL that a person mends; empty for any other.
+pub(super) fn remedy(error: &dyn DatabaseError) -> &'static str {
+    #[cfg(feature = "postgres")]
+    if let Some(error) = error.try_downcast_ref::<sqlx::postgres::PgDatabaseError>() {
+        return match error.code() {
+            "42501" => "; give the user of [database] url this right (docs/guides/production.md, Rights)",
+            "3D000" => "; create this database first",
+            _ => "",
+        };
+    }
+    let _ = error;
+    ""
+}
+
 /// The message and the code of a database, as one text.
 pub(super) fn message_and_code(error: &dyn DatabaseError) -> String {
     let message = error.message();

@@ -80,6 +80,29 @@ async fn who_waits_for_a_connection_takes_one_that_came_back() {
     .await;
 }
 
+/// Shown by the words of the server alone.
+#[tokio::test]
+async fn a_missing_right_and_a_missing_database_are_said_with_what_to_do() {
+    with_database("a_missing_right_and_a_missing_database_are_said_with_what_to_do", |database| async move {
+        let role = format!("none_{}", MessageId::new().uuid().simple());
+        database.run(&format!("create role {role} login password 'none'")).await;
+        let mut url = url::Url::parse(&database.url).unwrap();
+        url.set_username(&role).unwrap();
+        url.set_password(Some("none")).unwrap();
+        let store = PostgresStore::connect(&StoreOptions::new(url.clone())).await.unwrap();
+        let denied = store.register(&consumer_spec()).await.unwrap_err().to_string();
+        assert!(denied.contains("permission denied") && denied.contains("production.md, Rights"), "{denied}");
+        store.close().await;
+        url.set_path(&role);
+        let store = PostgresStore::connect(&StoreOptions::new(url)).await.unwrap();
+        let absent = store.register(&consumer_spec()).await.unwrap_err().to_string();
+        assert!(absent.contains(&role) && absent.ends_with("create this database first"), "{absent}");
+        store.close().await;
+        database.run(&format!("drop role {role}")).await;
+    })
+    .await;
+}
+
 /// Such a task can spin without end (`bounded::rest`). Shown by: `max_lifetime` as sqlx has it.
 #[tokio::test]
 async fn the_pool_starts_no_task_of_sqlx() {
