@@ -19,9 +19,7 @@ pub use self::{
     health::Health,
 };
 #[cfg(any(feature = "consumer", feature = "operations", feature = "relay"))]
-pub(crate) use health::PartState;
-#[cfg(any(feature = "consumer", feature = "email", feature = "relay"))]
-pub(crate) use health::Trouble;
+pub(crate) use health::{PartState, Trouble};
 #[cfg(feature = "operations")]
 pub(crate) use operations::{Forgotten, Noted, forgotten, noted, operation_starts, operations_stand};
 use record::{counter, gauge, histogram, metrics_table};
