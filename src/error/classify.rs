@@ -61,16 +61,16 @@ pub(crate) fn is_schema_missing(error: &sqlx::Error) -> bool {
 }
 
 /// What to do about an error of PostgreSQL that a person mends; empty for any other.
+#[cfg_attr(not(feature = "postgres"), expect(unused_variables, reason = "only PostgreSQL has such errors"))]
 pub(super) fn remedy(error: &dyn DatabaseError) -> &'static str {
     #[cfg(feature = "postgres")]
     if let Some(error) = error.try_downcast_ref::<sqlx::postgres::PgDatabaseError>() {
-        return match error.code() {
-            "42501" => "; give the user of [database] url this right (docs/guides/production.md, Rights)",
-            "3D000" => "; create this database first",
-            _ => "",
-        };
+        match error.code() {
+            "42501" => return "; give the user of [database] url this right (docs/guides/production.md, Rights)",
+            "3D000" => return "; create this database first",
+            _ => {}
+        }
     }
-    let _ = error;
     ""
 }
 

@@ -43,6 +43,14 @@ async fn connections_that_died_in_the_pool_cost_no_transaction() {
     .await;
 }
 
+/// The URL of a database for another role.
+fn url_of(role: &str, password: &str, database: &str) -> url::Url {
+    let mut url = url::Url::parse(database).unwrap();
+    url.set_username(role).unwrap();
+    url.set_password(Some(password)).unwrap();
+    url
+}
+
 /// The server gives two connections, both are busy, and a third transaction waits for one of its
 /// own. Shown by sqlx's acquire alone: it looks for a resting connection once, and then only asks
 /// the server for a new one, for 30 s.
@@ -57,10 +65,7 @@ async fn who_waits_for_a_connection_takes_one_that_came_back() {
              grant execute on all functions in schema oncebox to {role}"
         );
         database.run(&made).await;
-        let mut url = url::Url::parse(&database.url).unwrap();
-        url.set_username(&role).unwrap();
-        url.set_password(Some("few")).unwrap();
-        let store = PostgresStore::connect(&StoreOptions::new(url)).await.unwrap();
+        let store = PostgresStore::connect(&StoreOptions::new(url_of(&role, "few", &database.url))).await.unwrap();
         let busy = [store.begin(consumer).await.unwrap(), store.begin(consumer).await.unwrap()];
         let waiting = tokio::spawn({
             let store = store.clone();
@@ -86,9 +91,7 @@ async fn a_missing_right_and_a_missing_database_are_said_with_what_to_do() {
     with_database("a_missing_right_and_a_missing_database_are_said_with_what_to_do", |database| async move {
         let role = format!("none_{}", MessageId::new().uuid().simple());
         database.run(&format!("create role {role} login password 'none'")).await;
-        let mut url = url::Url::parse(&database.url).unwrap();
-        url.set_username(&role).unwrap();
-        url.set_password(Some("none")).unwrap();
+        let mut url = url_of(&role, "none", &database.url);
         let store = PostgresStore::connect(&StoreOptions::new(url.clone())).await.unwrap();
         let denied = store.register(&consumer_spec()).await.unwrap_err().to_string();
         assert!(denied.contains("permission denied") && denied.contains("production.md, Rights"), "{denied}");

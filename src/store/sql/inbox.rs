@@ -52,9 +52,7 @@ pub(in crate::store) trait OwnInbox: SqlStore + Debug {
     }
 }
 
-const FIND: &str = "select consumer_id, id_rule from oncebox.consumer where name = :name {lock}";
-
-const RULE: &str = "select id_rule from oncebox.consumer where name = :name";
+const FIND: &str = "select consumer_id, id_rule from oncebox.consumer where name = :name {if locks: {lock}}";
 
 const SKEW: &str = "select value from oncebox.limits where name = 'id_skew_seconds'";
 
@@ -167,8 +165,8 @@ impl<S: OwnInbox> Inbox for S {
 
     async fn check_registration(&self, spec: &ConsumerSpec) -> Result<Duration, StoreError> {
         let mut session = self.reader().await?;
-        if let Some(row) = session.first(sql(RULE).bind("name", &spec.name)).await? {
-            spec.changes(&row.get::<String>(0)?)?;
+        if let Some(row) = session.first(find(spec).bind("locks", false)).await? {
+            spec.changes(&row.get::<String>(1)?)?;
         }
         let skew = session.first(sql(SKEW)).await?;
         let skew = skew.ok_or_else(|| StoreError::Corrupt("the limit `id_skew_seconds` has no row".to_owned()))?;
@@ -322,13 +320,16 @@ pub(in crate::store) fn no_consumer(consumer: ConsumerId) -> StoreError {
     StoreError::Corrupt(format!("there is no consumer {}", consumer.0))
 }
 
+fn find(spec: &ConsumerSpec) -> Statement {
+    sql(FIND).bind("name", &spec.name)
+}
+
 async fn register(session: &mut dyn Session, spec: &ConsumerSpec) -> Result<ConsumerId, StoreError> {
-    let find = || sql(FIND).bind("name", &spec.name);
-    let mut found = session.first(find()).await?;
+    let mut found = session.first(find(spec).bind("locks", true)).await?;
     if found.is_none() {
         // Of two processes the second waits here for the first, and then finds its row.
         session.run(sql(REGISTER).bind("name", &spec.name).bind("rule", &spec.id_rule)).await?;
-        found = session.first(find()).await?;
+        found = session.first(find(spec).bind("locks", true)).await?;
     }
     let vanished = || StoreError::Corrupt(format!("consumer `{}` vanished", spec.name));
     let row = found.ok_or_else(vanished)?;
