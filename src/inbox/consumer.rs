@@ -32,9 +32,11 @@ mod positions;
 mod presence;
 mod purge;
 mod retries;
+mod silence;
 mod solo;
 mod stored_rows;
 mod transaction;
+mod unspent;
 mod verdict;
 
 use std::sync::Arc;
@@ -62,7 +64,9 @@ use handlers::ByKind;
 
 use crate::task;
 use crate::time::pace::{Pace, sleep_unless};
+use silence::Silence;
 use solo::Solo;
+use unspent::Unspent;
 
 /// A consumer with one name, on one store and one broker.
 #[derive(Debug, Clone)]
@@ -81,6 +85,10 @@ struct Shared {
     part: String,
     /// Makes a suspect message run alone in this process (R26).
     solo: Solo,
+    /// Since when the database has given no sign of life.
+    silence: Silence,
+    /// The tries that are counted and not made yet.
+    unspent: Unspent,
     /// Signals that a message became due, so that a retrier looks.
     parked: Notify,
     /// How many retriers have leased messages; with any, the consumer is not idle.
@@ -118,6 +126,8 @@ impl Consumer {
             health,
             part,
             solo,
+            silence: Silence::default(),
+            unspent: Unspent::default(),
             parked,
             retrying: AtomicUsize::new(0),
             is_full: AtomicBool::new(false),
@@ -178,7 +188,9 @@ impl Consumer {
         let hand_back = intake::HAND_BACK.min(grace / 2);
         let deadline = async {
             beside.cancelled().await;
-            tokio::time::sleep(grace - hand_back).await;
+            // A silent database stores nothing of what still runs.
+            let finishes = if shared.silence.is_on() { hand_back } else { grace - hand_back };
+            tokio::time::sleep(finishes).await;
             abandon.cancel();
             tokio::time::sleep(hand_back).await;
         };
@@ -186,7 +198,7 @@ impl Consumer {
             biased;
             _ = async { tokio::join!(serve, retriers, purge, stored_rows, presence, announcer) } => {}
             () = deadline => {
-                tracing::warn!(consumer = %shared.options.name, ?grace, "not all was handed back within the grace of the stop; it comes again");
+                tracing::warn!(consumer = %shared.options.name, ?grace, "the grace of the stop is over; what was in hand and not handed back comes again");
             }
         }
         end
@@ -267,13 +279,21 @@ impl Shared {
         }
     }
 
-    /// Subscribes, and subscribes again after each error of a subscriber. Messages that were not
+    /// Subscribes, and subscribes again after each error of a subscriber, but not while the
+    /// database is silent: another process may have a way to it. Messages that were not
     /// acknowledged come again.
     async fn serve(self: &Arc<Self>, consumer: ConsumerId, stop: &CancellationToken) -> Result<RunEnd, RunError> {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
         loop {
-            if stop.is_cancelled() {
+            if stop.is_cancelled() || !self.until_it_answers(stop).await {
                 return Ok(RunEnd::Stopped);
+            }
+            if let Err(error) = self.take_back_unspent(consumer).await {
+                self.health.set(&self.part, PartState::Waiting(error.to_string()));
+                if !pace.wait(stop).await {
+                    return Ok(RunEnd::Stopped);
+                }
+                continue;
             }
             let error = match self.broker.subscriber(&subscription(&self.options)).await {
                 Ok(subscriber) => {

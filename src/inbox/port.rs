@@ -209,6 +209,13 @@ pub trait Inbox: Debug + Send + Sync {
     /// [`StoreError::Refused`] where the stored id rule is another one.
     async fn check_registration(&self, spec: &ConsumerSpec) -> Result<Duration, StoreError>;
 
+    /// Pings the server on a connection that nothing else uses, because a pool without a free
+    /// connection is no outage. A store without a server returns `Ok`.
+    ///
+    /// # Cancel safety
+    /// Dropped, its connection is closed; the next call makes a new one.
+    async fn sign_of_life(&self) -> Result<(), StoreError>;
+
     /// Records that a process of this consumer is running. False where an operator has forgotten
     /// the consumer, or another id rule was accepted for it, since it was registered.
     async fn seen(&self, consumer: ConsumerId, id_rule: &str) -> Result<bool, StoreError>;

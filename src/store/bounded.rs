@@ -239,7 +239,20 @@ impl<Db: Remote> BoundedPool<Db> {
                 }
             }
         });
-        found.await.unwrap_or(Err(sqlx::Error::PoolTimedOut))
+        match found.await {
+            Ok(acquired) => acquired,
+            Err(_) if self.pool.size() < self.pool.options().get_max_connections() => Err(self.why_none().await),
+            Err(_) => Err(sqlx::Error::PoolTimedOut),
+        }
+    }
+
+    /// Why no connection was made in time: sqlx tried again and again, and does not say how that
+    /// failed.
+    async fn why_none(&self) -> sqlx::Error {
+        match timeout(SIGN_OF_LIFE_MAX, self.fresh()).await {
+            Ok(Err(why)) => why,
+            Ok(Ok(_)) | Err(_) => sqlx::Error::PoolTimedOut,
+        }
     }
 
     /// A pool of one connection to the same server, beside this one.
@@ -268,7 +281,7 @@ impl<Db: Remote> BoundedPool<Db> {
 
     /// Pings the server on a connection outside the pool, which is kept for the next ping. The
     /// error "too many connections" counts as an answer.
-    #[cfg(feature = "operations")]
+    #[cfg(feature = "duties")]
     pub(super) async fn sign_of_life(&self) -> sqlx::Result<()> {
         if self.pool.is_closed() {
             return Err(sqlx::Error::PoolClosed);
@@ -282,7 +295,7 @@ impl<Db: Remote> BoundedPool<Db> {
         }
         match self.fresh().await {
             Ok(connection) => *pulse = Some(connection),
-            Err(sqlx::Error::Database(error)) if matches!(error.code().as_deref(), Some("53300" | "08004")) => {}
+            Err(error) if classify::is_without_connections(&error) => {}
             Err(error) => return Err(error),
         }
         Ok(())

@@ -514,6 +514,12 @@ where
 pub(in crate::store) trait SqlStore: Send + Sync {
     fn dialect(&self) -> Dialect;
 
+    /// Pings the server on a connection that nothing else uses. Dropped, its connection is closed;
+    /// the next call makes a new one. A database without a server returns `Ok`.
+    fn ping(&self) -> BoxFuture<'_, Result<(), StoreError>> {
+        Box::pin(async { Ok(()) })
+    }
+
     /// A connection of the pool for statements that read; it begins no transaction.
     fn reader(&self) -> BoxFuture<'_, Result<Box<dyn Session>, StoreError>>;
 

@@ -7,13 +7,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use oncebox::observe::Health;
 use oncebox::sender::{EmailTransport, Sender, SenderOptions};
 use oncebox::store::{Enqueue as _, NewEmail, StoreOptions};
 use oncebox::{ConsumerOptions, StoreError};
+use oncebox_testkit::memory::MemoryBroker;
 use tokio_util::sync::CancellationToken;
 
 use super::kit::{
-    Act, Behind, Does, SOON, Sql, behind_a_proxy, behind_two_proxies, consumer_options, fails, relay_options,
+    Act, Behind, Does, SOON, Sql, World, behind_a_proxy, behind_two_proxies, consumer_options, fails, relay_options,
 };
 use super::proxy::{Failure, When};
 use super::smtp::smtp;
@@ -195,6 +197,93 @@ async fn lease<S: Sql>(behind: Behind<S>) {
     through.store.close().await;
 }
 
+/// A process that alone has lost its way to the database leaves its partitions to one that has not,
+/// and takes part again when the database answers it. Shown by: staying in the group; the messages
+/// of its partitions stood.
+async fn one_cut_off<S: Sql>(behind: Behind<S>, failure: Failure) {
+    let Behind { direct, through, proxy } = behind;
+    let broker = MemoryBroker::with_partitions(4);
+    let (direct, mut through) = (direct.with_broker(broker.clone()), through.with_broker(broker));
+    through.health = Health::default();
+    let handled: Arc<Mutex<Vec<String>>> = Arc::default();
+    let start = |world: &World<S>, who: &'static str| {
+        let handled = Arc::clone(&handled);
+        let options = ConsumerOptions { handler_timeout: Duration::from_secs(6), ..consumer_options() };
+        let handler = move |name: &str, _: &oncebox::Message| {
+            handled.lock().unwrap().push(format!("{name} by {who}"));
+            Act::Done
+        };
+        world.consumer(options, Does(handler))
+    };
+    let ready = |world: &World<S>| {
+        let health = world.health.clone();
+        async move { eventually("it takes part", SOON, || async { health.is_ready().then_some(()) }).await }
+    };
+    let deliver = async |round: char| {
+        let names: Vec<String> = ('a'..'k').map(|key| format!("{key}{round}")).collect();
+        direct.deliver_all(&names.iter().map(String::as_str).collect::<Vec<_>>());
+        eventually("all of the round are handled", SOON, || async {
+            let effects = direct.effects().await;
+            names.iter().all(|name| effects.contains(name)).then_some(())
+        })
+        .await;
+    };
+    let cut_off = start(&through, "one");
+    deliver('1').await;
+    let other = start(&direct, "other");
+    ready(&direct).await;
+    eventually("both take part", SOON, || async {
+        deliver('2').await;
+        let handled = handled.lock().unwrap().join(" ");
+        (handled.contains("2 by one") && handled.contains("2 by other")).then_some(())
+    })
+    .await;
+    proxy.fails(failure);
+    deliver('3').await;
+    assert!(through.says("no sign of life"), "{:?}", through.health.lines());
+    proxy.works();
+    ready(&through).await;
+    other.end().await;
+    deliver('4').await;
+    let handled = handled.lock().unwrap().clone();
+    assert!(handled.iter().all(|one| !one.contains("4 by") || one.ends_with("4 by one")), "{handled:?}");
+    assert!(direct.dead().await.is_empty());
+    assert!(!cut_off.task.is_finished(), "no restart");
+    cut_off.end().await;
+    through.store.close().await;
+}
+
+/// The network fails in the middle of a try, again and again, for so long that the consumer leaves
+/// the broker. What it has in hand comes again as suspect, and its try is counted before it runs.
+/// Shown by: leaving the counts; the third try was the second one.
+async fn outages<S: Sql>(behind: Behind<S>, failure: Failure) {
+    let Behind { direct, through, proxy } = behind;
+    let proxy = Arc::new(proxy);
+    let tries: Arc<Mutex<Vec<u32>>> = Arc::default();
+    let (seen, fails) = (Arc::clone(&tries), Arc::clone(&proxy));
+    let handler = move |_: &str, message: &oncebox::Message| {
+        let mut seen = seen.lock().unwrap();
+        seen.push(message.attempt);
+        if seen.len() <= 2 {
+            fails.fails(failure);
+        }
+        Act::Done
+    };
+    let options = ConsumerOptions { handler_timeout: Duration::from_secs(6), ..consumer_options() };
+    let consumer = through.consumer(options, Does(handler));
+    direct.deliver_all(&["a1"]);
+    for outage in 1..=2 {
+        eventually("it tries", LONG, || async { (tries.lock().unwrap().len() == outage).then_some(()) }).await;
+        eventually("it has left", LONG, || async { through.says("left to other processes").then_some(()) }).await;
+        proxy.works();
+    }
+    direct.until_effects(&["a1"]).await;
+    assert_eq!(*tries.lock().unwrap(), [1; 3], "an outage was counted");
+    assert!(direct.dead().await.is_empty());
+    consumer.end().await;
+    through.store.close().await;
+}
+
 behind_two_proxies! {
     g10_a_relay_whose_database_goes_away_in_the_middle_goes_on_when_it_is_back:
         |behind, when| relay(behind, Failure::Cut, when), StoreOptions::new("");
@@ -213,4 +302,11 @@ behind_two_proxies! {
 behind_a_proxy! {
     r28_what_is_asked_of_a_silent_server_ends: commands, StoreOptions { connections_max: 1, ..patient() };
     g10_a_lease_whose_answer_was_lost_is_given_back: lease, StoreOptions::new("");
+    a_consumer_that_alone_is_cut_off_from_the_database_leaves_its_partitions:
+        |behind| one_cut_off(behind, Failure::Cut), StoreOptions::new("");
+    g10_outages_in_the_middle_of_tries_do_not_add_up:
+        |behind| outages(behind, Failure::Cut), StoreOptions::new("");
+    g10_silence_in_the_middle_of_tries_does_not_add_up: |behind| outages(behind, Failure::Silence), patient();
+    a_consumer_to_which_alone_the_database_is_silent_leaves_its_partitions:
+        |behind| one_cut_off(behind, Failure::Silence), patient();
 }

@@ -176,8 +176,12 @@ pub(super) async fn run(
     }
     lanes_stop.cancel();
     intake.lanes.clear();
-    // Nobody will report the items of a lane that is gone.
-    let grace = if lane_is_gone { shared.options.shutdown_grace.min(HAND_BACK) } else { shared.options.shutdown_grace };
+    // Nobody will report the items of a lane that is gone. In silence none can be stored.
+    let grace = if lane_is_gone || end.is_err() && shared.silence.is_on() {
+        shared.options.shutdown_grace.min(HAND_BACK)
+    } else {
+        shared.options.shutdown_grace
+    };
     let hand_back = HAND_BACK.min(grace / 2);
     if !intake.drain(&mut done, end.is_ok(), grace - hand_back).await {
         tracing::warn!(consumer = %shared.options.name, "handlers still ran at the end of the grace; their messages come again");
@@ -187,7 +191,7 @@ pub(super) async fn run(
         }
     }
     while tasks.join_next().await.is_some() {}
-    shared.health.troubles_are_over(&shared.part, lane::DATABASE);
+    shared.health.clear_troubles(&shared.part, lane::DATABASE);
     intake.close(end.is_ok()).await;
     end
 }
@@ -234,6 +238,10 @@ impl Intake<'_> {
                              what comes again is handled again",
                             self.shared.options.name
                         )));
+                    }
+                    if let Some(why) = self.shared.silence.drives_away(self.shared.options.handler_timeout) {
+                        tracing::warn!(consumer = %self.shared.options.name, "{why}");
+                        return Err(BrokerError::Session(why));
                     }
                     self.shared.health.beat(&self.shared.part);
                     self.shared.health.trouble(&self.shared.part, "broker", self.subscriber.away().map(Trouble::Stops));
@@ -447,6 +455,7 @@ impl Intake<'_> {
         let mut touched = Vec::new();
         if finished.iter().any(|done| done.end == End::Committed) {
             self.stands_since = Some(Instant::now());
+            self.shared.has_heard();
         }
         for done in finished {
             if done.end == End::Aside {

@@ -82,7 +82,8 @@ impl Tries {
 /// many steps.
 const LOCK_WAITS_MAX: u32 = 7;
 
-/// How long a stop waits to take tries back. If the database is away, they stay counted.
+/// How long a stop waits to take tries back. If the database is away, they stay counted until this
+/// process subscribes again.
 const TAKE_BACK: Duration = Duration::from_secs(3);
 
 /// Runs until its channel is closed.
@@ -168,6 +169,7 @@ impl Lane {
                 Ok(true) => return self.part_contested(items, &tries, stack).await,
                 Ok(false) => {
                     *may_be_counted = true;
+                    self.shared.unspent.add(ids);
                     store.begin_first_attempts(consumer, ids).await
                 }
                 Err(error) => Err(error),
@@ -392,25 +394,28 @@ impl Lane {
     }
 
     /// Takes back one try of each item. Another process may have the items by now: what it counted
-    /// stays.
+    /// stays. Where the database is away, that is done before the consumer subscribes again.
     async fn uncount(&self, items: &[Item]) {
-        if items.is_empty() {
+        if items.is_empty() || self.shared.silence.is_on() {
             return;
         }
         let ids: Vec<MessageId> = items.iter().map(|item| item.message.id).collect();
         let taken_back = self.shared.store.take_back_attempts(self.consumer, &ids);
         let why = match tokio::time::timeout(TAKE_BACK, taken_back).await {
-            Ok(Ok(())) => return,
+            Ok(Ok(())) => return self.shared.unspent.remove(&ids),
             Ok(Err(error)) => error.to_string(),
             Err(_) => format!("the database did not answer within {TAKE_BACK:?}"),
         };
         let first = items.first().map(|item| &item.message);
         let (id, sent_id) = (first.map(|first| display(first.id)), first.map(|first| display(&first.id_text)));
-        tracing::warn!(consumer = %self.shared.options.name, messages = ids.len(), id, sent_id, %why, "tries that were not made stay counted");
+        tracing::warn!(consumer = %self.shared.options.name, messages = ids.len(), id, sent_id, %why, "tries that were not made are still counted; they are taken back when this process subscribes again");
     }
 
     fn report(&self, item: &Item, end: End) {
         let (source, sequence, was_aside) = (item.source.id.clone(), item.sequence, item.is_aside);
+        if end == End::Committed {
+            self.shared.unspent.remove(&[item.message.id]);
+        }
         // The intake is gone only if the subscriber is gone: then the message comes again.
         let _ = self.done.send(Done { source, sequence, end, was_aside });
     }

@@ -1,21 +1,31 @@
 //! Records every ten seconds that this process of a consumer runs, so that an operator can tell
-//! which consumers are gone. Ends the process if an operator forgot its consumer or accepted
-//! another id rule: two rules at once would give one message two ids.
+//! which consumers are gone. If an operator removed the consumer (`consumers forget`) or accepted
+//! another id rule, it says so to the intake, which ends the process: two rules at once would give
+//! one message two ids.
+//!
+//! So it also notices, with work or without, that the database does not answer. It then asks for a
+//! sign of life (`silence`).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use super::Shared;
 use super::failing::Failing;
+use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
 use crate::observe::Trouble;
 use crate::time::pace::sleep_unless;
 
-/// The pause between two records; well below [`crate::operator::CONSUMER_PRESENT`].
+/// The pause between two records; well below [`crate::operator::CONSUMER_PRESENT`]. While the
+/// database is silent, it is [`ASKS_EVERY`].
 const SAYS_EVERY: Duration = Duration::from_secs(10);
+
+/// A record that takes longer makes this task ask for a sign of life, again and again.
+const ASKS_EVERY: Duration = Duration::from_secs(2);
 
 /// Runs until the stop. If the database is away, the next round tries again.
 pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: CancellationToken) {
@@ -24,19 +34,43 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
     loop {
         // A stop must not wait for a database that does not answer.
         let said = tokio::select! {
-            said = shared.store.seen(consumer, &id_rule) => said,
+            said = say(&shared, consumer, &id_rule) => said,
             () = stop.cancelled() => return,
         };
         match said {
             Ok(true) => failing.is_well(),
             Ok(false) => return shared.is_forgotten.store(true, Ordering::Relaxed),
             Err(error) => {
-                tracing::debug!(consumer = %shared.options.name, %error, "its presence was not noted");
-                failing.fails(Trouble::Stops(format!("it cannot note that it is there: {error}")));
+                tracing::debug!(consumer = %shared.options.name, %error, "its presence was not recorded");
+                failing.fails(Trouble::Stops(format!("it cannot record its presence: {error}")));
             }
         }
-        if !sleep_unless(&stop, SAYS_EVERY).await {
+        let pause = if shared.silence.is_on() { ASKS_EVERY } else { SAYS_EVERY };
+        if !sleep_unless(&stop, pause).await {
             return;
         }
     }
+}
+
+/// Records it once, and asks for a sign of life if that takes long or fails. Returns false if the
+/// consumer was removed or has another id rule.
+async fn say(shared: &Shared, consumer: ConsumerId, id_rule: &str) -> Result<bool, StoreError> {
+    let began = Instant::now();
+    let asking = async {
+        // Ends with the record.
+        loop {
+            tokio::time::sleep(ASKS_EVERY).await;
+            shared.ask_for_a_sign(began).await;
+        }
+    };
+    let said = tokio::select! {
+        biased;
+        said = shared.store.seen(consumer, id_rule) => said,
+        never = asking => never,
+    };
+    match &said {
+        Ok(_) => shared.has_heard(),
+        Err(_) => shared.ask_for_a_sign(began).await,
+    }
+    said
 }

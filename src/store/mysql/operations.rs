@@ -41,10 +41,6 @@ impl OutcomeTransaction for Bounded<MySql> {
 
 #[async_trait]
 impl KeyStore for MySqlStore {
-    async fn ping(&self) -> Result<(), StoreError> {
-        Ok(self.pool.sign_of_life().await?)
-    }
-
     async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError> {
         Ok(Box::new(self.pool.begin(START).await?))
     }

@@ -98,6 +98,10 @@ impl SqlStore for MySqlStore {
         Dialect::MySql
     }
 
+    fn ping(&self) -> BoxFuture<'_, Result<(), StoreError>> {
+        Box::pin(async move { Ok(self.pool.sign_of_life().await?) })
+    }
+
     fn reader(&self) -> BoxFuture<'_, Result<Box<dyn Session>, StoreError>> {
         Box::pin(async move { Ok(Box::new(self.pool.acquire().await?) as Box<dyn Session>) })
     }

@@ -55,10 +55,6 @@ impl OutcomeTransaction for Bounded<Postgres> {
 
 #[async_trait]
 impl KeyStore for PostgresStore {
-    async fn ping(&self) -> Result<(), StoreError> {
-        Ok(self.pool.sign_of_life().await?)
-    }
-
     async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError> {
         Ok(Box::new(self.pool.begin(BEGIN).await?))
     }

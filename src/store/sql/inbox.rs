@@ -173,6 +173,10 @@ impl<S: OwnInbox> Inbox for S {
         Ok(Duration::from_secs(skew.get::<i64>(0)?.unsigned_abs()))
     }
 
+    async fn sign_of_life(&self) -> Result<(), StoreError> {
+        self.ping().await
+    }
+
     async fn seen(&self, consumer: ConsumerId, id_rule: &str) -> Result<bool, StoreError> {
         Ok(self.run_alone(sql(SEEN).bind("consumer", consumer).bind("rule", id_rule)).await? == 1)
     }

@@ -175,11 +175,6 @@ pub(in crate::store) trait OutcomeTransaction: Transaction {
 /// [`Keys`].
 #[async_trait]
 pub(in crate::store) trait KeyStore: SqlStore + Base {
-    /// Keeps the promises of [`Keys::sign_of_life`].
-    async fn ping(&self) -> Result<(), StoreError> {
-        Ok(())
-    }
-
     /// A transaction of our own in which an outcome can be written.
     async fn begin_outcome(&self) -> Result<Box<dyn OutcomeTransaction>, StoreError>;
 

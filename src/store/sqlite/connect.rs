@@ -23,7 +23,7 @@ use crate::store::{KeyOperator, OperationStore};
 /// How long a statement waits for the write lock, and a transaction for its turn.
 pub(super) const BUSY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What foreign code may leave on a connection: temporary tables and triggers (which hide ours),
+/// What a handler may leave on a connection: temporary tables and triggers (which hide ours),
 /// attached files, settings.
 const STATE: &str = "\
 select (select count(*) from sqlite_temp_schema) || ' ' || \
@@ -32,7 +32,8 @@ select (select count(*) from sqlite_temp_schema) || ' ' || \
   (select * from pragma_ignore_check_constraints) || ' ' || (select * from pragma_query_only) || ' ' || \
   (select * from pragma_recursive_triggers) || ' ' || (select * from pragma_reverse_unordered_selects) || ' ' || \
   (select * from pragma_read_uncommitted) || ' ' || (select * from pragma_synchronous) || ' ' || (select * from pragma_busy_timeout) || ' ' || \
-  (select * from pragma_trusted_schema) || ' ' || (select * from pragma_writable_schema) || ' ' || (select * from pragma_temp_store)";
+  (select * from pragma_trusted_schema) || ' ' || (select * from pragma_writable_schema) || ' ' || (select * from pragma_temp_store) || ' ' || \
+  (select * from pragma_locking_mode)";
 
 /// What all clones of a store share.
 #[derive(Debug)]
@@ -54,12 +55,12 @@ impl SqliteStore {
     }
 
     /// Waits for this store's turn to write, by the lock files `<database>.oncebox-lock` and
-    /// `.oncebox-lock-next` (R14).
+    /// `<database>.oncebox-lock-next` (R14).
     pub(super) async fn take_turn(&self, patience: Duration) -> std::io::Result<Held> {
         let turn = match self.shared.turn.get() {
             Some(turn) => turn,
             None => {
-                // The lock files are beside the real file, whatever link names it.
+                // The lock files are beside the real file, also where the path is a symbolic link.
                 let database = self.shared.path.canonicalize().unwrap_or_else(|_| self.shared.path.clone());
                 let mut path = database.into_os_string();
                 path.push(".oncebox-lock");
@@ -84,14 +85,14 @@ impl SqliteStore {
     }
 
     /// Fails where the path names another file than when this process opened it. SQLite does not
-    /// ask: what is written to the old file is lost, and what is enqueued in the new one not seen.
-    /// It stays so until a restart, because what is in memory belongs to the old file.
+    /// notice: what is written to the old file is lost, and what is enqueued in the new one not
+    /// seen. Only a restart helps, because what is in memory belongs to the old file.
     pub(super) fn check_file(&self) -> Result<(), sqlx::Error> {
         if self.shared.opened.get().is_none_or(|opened| opened.is_still_at(&self.shared.path)) {
             return Ok(());
         }
         Err(sqlx::Error::Io(std::io::Error::other(format!(
-            "the database file {} was deleted or replaced while this process had it open: restart it",
+            "the database file {} was deleted or replaced while this process had it open: restart the process",
             self.shared.path.display()
         ))))
     }
@@ -117,9 +118,7 @@ impl Base for SqliteStore {
             )));
         }
         if url.contains("cache=shared") {
-            return Err(StoreError::Refused(format!(
-                "`{url}`: a shared cache knows no waiting for a lock; leave it out"
-            )));
+            return Err(StoreError::Refused(format!("`{url}`: a shared cache does not wait for locks; leave it out")));
         }
         if url.contains("mode=ro") || url.contains("immutable=") {
             return Err(StoreError::Refused(format!("`{url}`: oncebox has to write to the database")));
@@ -128,19 +127,24 @@ impl Base for SqliteStore {
         if path.as_os_str().is_empty() || path.is_dir() {
             return Err(StoreError::Refused(format!("`{url}` names no file: write `sqlite://FILE`")));
         }
+        let directory = path.parent().filter(|directory| !directory.as_os_str().is_empty());
+        if let Some(missing) = directory.filter(|directory| !directory.is_dir()) {
+            return Err(StoreError::Refused(format!("`{url}`: there is no directory {}", missing.display())));
+        }
         let connect_options = parsed
             .create_if_missing(options.create)
             .journal_mode(SqliteJournalMode::Wal)
             .synchronous(SqliteSynchronous::Full)
             .busy_timeout(BUSY_TIMEOUT)
-            // The thread of a connection waits for its reader after so many rows, 50 by default.
+            // How many rows the thread of a connection reads ahead of its reader; 50 by default.
             .row_buffer_size(256);
         let (fresh, opened) = (Arc::new(OnceLock::new()), Arc::new(OnceLock::new()));
         let (at_first, file, at) = (Arc::clone(&fresh), Arc::clone(&opened), path.clone());
         let pool = PoolOptions::new()
             .max_connections(options.connections_max)
             .test_before_acquire(false)
-            // No task of sqlx, which can spin (see `bounded::rest`): a file ends no connection.
+            // With one of these, sqlx starts a task that can spin (see `bounded::rest`). A file ends
+            // no connection.
             .idle_timeout(None)
             .max_lifetime(None)
             .after_connect(move |connection: &mut sqlx::SqliteConnection, _| {
@@ -159,15 +163,15 @@ impl Base for SqliteStore {
                 Box::pin(async move {
                     // Waits until a rollback in the queue of the connection's thread has run.
                     connection.ping().await?;
-                    // A transaction that ended without sqlx leaves its count of open transactions
-                    // wrong: such a connection is not used again.
+                    // If a handler ended the transaction by SQL, sqlx still counts it as open: such a
+                    // connection is not used again.
                     if connection.is_in_transaction() {
                         return Ok(false);
                     }
                     // Nor is a connection whose state a handler changed: the next user would
                     // inherit it.
                     let state: String = query_scalar(STATE).fetch_one(connection).await?;
-                    Ok(fresh.get().is_none_or(|fresh| *fresh == state))
+                    Ok(fresh.get() == Some(&state))
                 })
             })
             .connect_lazy_with(connect_options);

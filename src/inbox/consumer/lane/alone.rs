@@ -72,6 +72,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
             // The try of a suspect was counted before. Any other try is counted afterwards, which
             // is enough because the process has survived it.
             if std::mem::take(&mut unspent) {
+                shared.unspent.remove(&[item.message.id]);
                 note(lane, &item, &error).await;
             } else {
                 let Some(tries) = count(lane, &item, Some(&error), counted).await else { return };
@@ -204,7 +205,10 @@ async fn count(lane: &mut Lane, item: &Item, failure: Option<&HandlerError>, cou
             }
             match failure {
                 Some(error) => store.failed_attempt(consumer, id, &error.message, true).await,
-                None => store.begin_attempt(consumer, id).await,
+                None => {
+                    lane.shared.unspent.add(&[id]);
+                    store.begin_attempt(consumer, id).await
+                }
             }
         };
         match tries.await {
