@@ -296,10 +296,10 @@ pub fn words(error: &sqlx::Error) -> String {
         sqlx::Error::Database(database) => {
             let said = classify::message_and_code(database.as_ref());
             let remedy = match classify::is_schema_missing(error) {
-                true => "; where the schema of oncebox is missing or old, run `oncebox migrate up`",
+                true => Some("where the schema of oncebox is missing or old, run `oncebox migrate up`"),
                 false => classify::remedy(database.as_ref()),
             };
-            said + remedy
+            remedy.map_or(said.clone(), |remedy| format!("{said}; {remedy}"))
         }
         sqlx::Error::Io(error) if classify::is_untrusted_io(error) => format!(
             "its certificate is not trusted ({error}); set `ca_file` to its authority, and use the host name that stands in it"

@@ -1,7 +1,8 @@
 //! What a program runs beside its relays or consumers: the gauges of `/metrics`, and the first look
 //! at the broker.
 //!
-//! Promise: an error of any of them ends the program with that error, and so does a panic.
+//! Promise: if the gauges panic, or the first look finds a broker that is not to be trusted, the
+//! program ends with that error.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use crate::error::{BrokerError, redact};
 use crate::store::Duties;
 use crate::task;
 
-/// The work beside, until [`Beside::end`].
+/// This work, until [`Beside::end`].
 #[derive(Debug)]
 pub(super) struct Beside {
     gauges: JoinSet<()>,
@@ -26,7 +27,7 @@ pub(super) struct Beside {
 }
 
 impl Beside {
-    /// Starts it; it cancels `all` where the broker cannot be trusted.
+    /// Starts it. It cancels `all` where the certificate of the broker is not trusted.
     pub(super) fn start(
         store: Arc<dyn Duties>,
         broker: &AnyBroker,
@@ -39,11 +40,11 @@ impl Beside {
         Self { gauges, first_look: or_end(all, look), all: all.clone() }
     }
 
-    /// Waits until one of the parts, each of which is `what`, or of the work beside has ended;
-    /// `None` when no part is left.
+    /// Waits until a part or the gauges have ended; `None` when no part is left. `what` names a part
+    /// in errors.
     ///
     /// # Cancel safety
-    /// Safe: the next call returns the end.
+    /// Safe: no end is lost.
     pub(super) async fn next_end<T, E>(
         &mut self,
         parts: &mut JoinSet<Result<T, E>>,
@@ -64,7 +65,7 @@ impl Beside {
         }
     }
 
-    /// Cancels the token of all parts, and waits until the gauges and the first look have ended.
+    /// Cancels all parts, stops the gauges, and returns how the first look ended.
     pub(super) async fn end(mut self) -> Result<(), AppError> {
         self.all.cancel();
         self.gauges.shutdown().await;
@@ -89,8 +90,8 @@ fn or_end(
     })
 }
 
-/// Checks once whether the broker can be trusted; if not, waiting does not help. Whether the broker
-/// is there is found out by the work itself.
+/// With TLS, checks once whether the certificate of the broker is trusted; if not, waiting does not
+/// help. Whether the broker is there is found out by the work itself.
 async fn first_look(broker: AnyBroker, name: String, all: CancellationToken) -> Result<(), AppError> {
     let settings_use_tls = ["kafkas:", "amqps:"].iter().any(|scheme| name.starts_with(scheme));
     if !settings_use_tls {
@@ -110,7 +111,7 @@ mod tests {
 
     /// Shown by: leaving the error out (the program continues with gauges that never change).
     #[tokio::test]
-    async fn gauges_that_end_in_disorder_are_told_to_the_program_once() {
+    async fn gauges_that_panic_are_told_to_the_program_once() {
         let mut gauges = JoinSet::<()>::new();
         gauges.spawn(async { std::panic::panic_any("a fault") });
         let first_look = tokio::spawn(async { Ok(()) });

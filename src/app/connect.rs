@@ -115,7 +115,11 @@ pub async fn open_store_with<S: Store>(
     let (stop, health) = waits.unwrap_or(nobody);
     let mut wait = Wait::new("database", health, stop);
     loop {
-        match S::connect(&options).await {
+        let connected = tokio::select! {
+            connected = S::connect(&options) => connected,
+            () = stop.cancelled() => return Err(wait.stopped(&name)),
+        };
+        match connected {
             Ok(store) => return Ok(store),
             Err(error) if error.is_untrusted() => return Err(AppError::not_ready(format!("{name}: {error}"))),
             Err(error) if waits.is_some() && error.is_transient() => wait.on(&format!("{name}: {error}")).await?,
@@ -137,6 +141,7 @@ pub(super) struct Wait<'a> {
 
 impl<'a> Wait<'a> {
     pub(super) fn new(part: &'static str, health: &'a Health, stop: &CancellationToken) -> Self {
+        health.set(part, PartState::Starting);
         Self { part, health, stop: stop.clone(), pace: Pace::new(Duration::from_millis(200), Duration::from_secs(5)) }
     }
 
@@ -155,7 +160,11 @@ impl<'a> Wait<'a> {
         F: Future<Output = Result<T, E>>,
     {
         loop {
-            match ask().await {
+            let asked = tokio::select! {
+                asked = ask() => asked,
+                () = self.stop.cancelled() => return Err(self.stopped(name)),
+            };
+            match asked {
                 Ok(answer) => return Ok(answer),
                 Err(error) if is_away(&error) => self.on(&format!("{name}: {error}")).await?,
                 Err(error) => return Err(AppError::from(error).on(name)),
@@ -169,7 +178,12 @@ impl<'a> Wait<'a> {
         if self.pace.wait(&self.stop).await {
             return Ok(());
         }
-        Err(AppError::stopped(format!("stopped while waiting for the {}: {why}", self.part)))
+        Err(self.stopped(why))
+    }
+
+    /// What a program ends with whose stop comes while it waits.
+    pub(super) fn stopped(&self, why: &str) -> AppError {
+        AppError::stopped(format!("stopped while waiting for the {}: {why}", self.part))
     }
 }
 

@@ -188,7 +188,12 @@ pub(super) async fn ready<S: Store>(
             store.schema().await?.require()?;
             store.check().await
         };
-        match looked.await {
+        // A connection may take half a minute.
+        let looked = tokio::select! {
+            looked = looked => looked,
+            () = stop.cancelled() => return Err(wait.stopped("its first answer")),
+        };
+        match looked {
             Ok(findings) => match findings.iter().find(|finding| finding.severity == Severity::Waits) {
                 Some(waits) => wait.on(&format!("{name}: {}: {}", waits.name, waits.detail)).await?,
                 None => break findings,

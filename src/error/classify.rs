@@ -60,18 +60,50 @@ pub(crate) fn is_schema_missing(error: &sqlx::Error) -> bool {
     }
 }
 
-/// What to do about an error of PostgreSQL that a person mends; empty for any other.
-#[cfg_attr(not(feature = "postgres"), expect(unused_variables, reason = "only PostgreSQL has such errors"))]
-pub(super) fn remedy(error: &dyn DatabaseError) -> &'static str {
+/// What to do about an error of a server that a person mends: a right, a password or the database is
+/// missing. `None` for any other.
+#[cfg_attr(not(any(feature = "postgres", feature = "mysql")), expect(unused_variables, reason = "SQLite has none"))]
+pub(super) fn remedy(error: &dyn DatabaseError) -> Option<&'static str> {
+    const RIGHT: &str = "give the user of [database] url this right (docs/guides/production.md, Rights)";
+    const DATABASE: &str = "create this database first";
+    const PASSWORD: &str = "correct the user or the password in [database] url";
     #[cfg(feature = "postgres")]
     if let Some(error) = error.try_downcast_ref::<sqlx::postgres::PgDatabaseError>() {
-        match error.code() {
-            "42501" => return "; give the user of [database] url this right (docs/guides/production.md, Rights)",
-            "3D000" => return "; create this database first",
-            _ => {}
-        }
+        return match error.code() {
+            "42501" => Some(RIGHT),
+            "3D000" => Some(DATABASE),
+            "28000" | "28P01" => Some(PASSWORD),
+            _ => None,
+        };
     }
-    ""
+    #[cfg(feature = "mysql")]
+    if let Some(error) = error.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
+        return match error.number() {
+            // Of a database, a table, a column, a global privilege, a routine.
+            1044 | 1142 | 1143 | 1227 | 1370 => Some(RIGHT),
+            1049 => Some(DATABASE),
+            1045 | 1698 => Some(PASSWORD),
+            _ => None,
+        };
+    }
+    None
+}
+
+/// Whether a person must mend something at the server before this can succeed.
+#[cfg(feature = "programs")]
+pub(crate) fn needs_a_person(error: &sqlx::Error) -> bool {
+    matches!(error, sqlx::Error::Database(database) if remedy(database.as_ref()).is_some())
+}
+
+/// Whether the server, or the user's share of it, has no connection left.
+#[cfg(all(feature = "duties", any(feature = "postgres", feature = "mysql")))]
+pub(crate) fn is_without_connections(error: &sqlx::Error) -> bool {
+    let sqlx::Error::Database(database) = error else { return false };
+    #[cfg(feature = "mysql")]
+    if let Some(error) = database.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
+        return matches!(error.number(), 1040 | 1203 | 1226);
+    }
+    database.code().is_some_and(|code| code == "53300")
 }
 
 /// The message and the code of a database, as one text.

@@ -1,11 +1,13 @@
 //! The state of each part of a process, which `/readyz` shows and a supervisor reads.
 //!
-//! Promise: for a part that is not ready, its reason and its time are shown. A loop that stopped is
-//! noticed ([`Health::beat`]). Several troubles of one part are kept side by side, each under its
-//! name and its owner: none hides or ends another. Not here: the HTTP endpoints (`http`).
+//! Promise: of a part that waits, the reason is shown and for how long it has waited, also where the
+//! reason has changed since. A loop that has stopped is noticed ([`Health::stuck`]). Several troubles
+//! of one part are kept side by side, each under its name and the task or partition that has it:
+//! none hides or ends another. Not here: the HTTP endpoints (`http`).
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
+use std::mem::discriminant;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -16,7 +18,7 @@ pub(crate) enum PartState {
     Starting,
     /// The part does its work.
     Ready,
-    /// The part waits for the named reason and continues by itself.
+    /// The part waits, for this reason, and continues by itself.
     Waiting(String),
     /// Another process does the work. This one takes over when that process stops.
     Standby(String),
@@ -36,7 +38,7 @@ struct Part {
     state: PartState,
     since: Instant,
     beat: Instant,
-    /// By name, and by owner if several can have the same trouble.
+    /// By name, and by task or partition if several can have the same trouble.
     troubles: BTreeMap<(&'static str, String), (Trouble, Instant)>,
 }
 
@@ -68,8 +70,12 @@ impl Health {
             PartState::Waiting(why) => tracing::warn!(part, %why, "waiting"),
             PartState::Standby(why) => tracing::info!(part, %why, "standing by"),
         }
-        let troubles = parts.remove(part).map(|known| known.troubles).unwrap_or_default();
-        parts.insert(part.to_owned(), Part { state, since: now, beat: now, troubles });
+        let (since, troubles) = match parts.remove(part) {
+            // It waits for another reason now, but it has waited since the first one.
+            Some(known) if discriminant(&known.state) == discriminant(&state) => (known.since, known.troubles),
+            known => (now, known.map(|known| known.troubles).unwrap_or_default()),
+        };
+        parts.insert(part.to_owned(), Part { state, since, beat: now, troubles });
     }
 
     /// Sets the trouble of a part under this name, or clears it with `None`. A part whose work
@@ -78,7 +84,7 @@ impl Health {
         self.trouble_of(part, name, "", trouble);
     }
 
-    /// Does the same for one owner, such as a task or partition, if several can have this trouble.
+    /// Does the same for one of several tasks or partitions that can have this trouble.
     pub(crate) fn trouble_of(&self, part: &str, name: &'static str, whose: impl Display, trouble: Option<Trouble>) {
         let key = (name, whose.to_string());
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -89,18 +95,23 @@ impl Health {
                 if let Trouble::Stops(why) = &trouble {
                     tracing::warn!(part, name, whose = %key.1, %why, "waiting");
                 }
-                known.troubles.insert(key, (trouble, Instant::now()));
+                // What stops the work has stopped it since its first reason; what is shown happened anew.
+                let since = match (known.troubles.get(&key), &trouble) {
+                    (Some((Trouble::Stops(_), since)), Trouble::Stops(_)) => *since,
+                    _ => Instant::now(),
+                };
+                known.troubles.insert(key, (trouble, since));
             }
             None => {
                 if let Some((Trouble::Stops(_), _)) = known.troubles.remove(&key) {
-                    tracing::info!(part, name, whose = %key.1, "goes on");
+                    tracing::info!(part, name, whose = %key.1, "is over");
                 }
             }
         }
     }
 
-    /// Clears the trouble of this name for all owners, because they are gone.
-    pub(crate) fn troubles_are_over(&self, part: &str, name: &'static str) {
+    /// Clears the trouble of this name for all tasks or partitions, because they are gone.
+    pub(crate) fn clear_troubles(&self, part: &str, name: &'static str) {
         let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(known) = parts.get_mut(part) {
             known.troubles.retain(|(of, _), _| *of != name);
@@ -194,6 +205,29 @@ mod tests {
         assert!(health.lines()[1].contains("lost records") && health.lines()[1].contains("payments/0"));
     }
 
+    /// Shown by: the time of the last reason.
+    #[test]
+    fn another_reason_does_not_begin_the_wait_anew() {
+        let health = Health::default();
+        let since = || {
+            let parts = health.0.lock().unwrap_or_else(PoisonError::into_inner);
+            parts
+                .values()
+                .flat_map(|part| part.troubles.values().map(|(_, since)| *since).chain([part.since]))
+                .collect::<Vec<_>>()
+        };
+        health.set("consumer", PartState::Waiting("refused".into()));
+        health.trouble("consumer", "database", Some(Trouble::Stops("refused".into())));
+        let first = since();
+        health.set("consumer", PartState::Waiting("timed out".into()));
+        health.trouble("consumer", "database", Some(Trouble::Stops("timed out".into())));
+        assert_eq!(since(), first);
+        assert!(health.lines()[1].contains("timed out"), "{:?}", health.lines());
+        health.set("consumer", PartState::Ready);
+        health.trouble("consumer", "database", Some(Trouble::Shown("slow".into())));
+        assert!(since().iter().zip(first).all(|(now, was)| *now > was));
+    }
+
     // Shown by: one trouble for all owners, which the last report sets or clears.
     #[test]
     fn a_trouble_of_one_of_several_neither_hides_nor_ends_that_of_another() {
@@ -206,7 +240,7 @@ mod tests {
         health.trouble_of("consumer", "database", "lane 1", None);
         assert!(!health.is_ready(), "the other still waits");
         assert!(health.lines()[1].contains("database (lane 2)") && health.lines()[1].contains("away from lane 2"));
-        health.troubles_are_over("consumer", "database");
+        health.clear_troubles("consumer", "database");
         assert!(health.is_ready());
     }
 

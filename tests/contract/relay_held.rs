@@ -195,6 +195,27 @@ async fn g2_a_relay_until_empty_sends_what_was_held_for_a_topic_that_takes_messa
     assert_eq!(world.status().await.held, 1, "what is refused still stays");
 }
 
+/// A lost session tells nothing about its topics. Shown by: counting a lost trial as one that told
+/// something; all of them were left.
+#[tokio::test]
+async fn g2_a_relay_until_empty_tries_a_topic_again_whose_trial_was_lost() {
+    let world = sqlite().await;
+    let faults = world.broker.faults();
+    faults.missing_topic("t", true);
+    let until_empty = || async {
+        let options = RelayOptions { until_empty: true, ..relay_options() };
+        let ended = tokio::time::timeout(SOON, world.relay(options).task).await;
+        assert_eq!(ended.expect("it ends").unwrap().unwrap(), RunEnd::Idle);
+    };
+    world.enqueue("t", &["a1", "a2", "b1"]).await;
+    until_empty().await;
+    assert_eq!(world.status().await.held, 3);
+    faults.missing_topic("t", false);
+    faults.on_publish(Fault::BreakBefore, matching::times(1, matching::topic("t")));
+    until_empty().await;
+    assert_eq!(world.published("t").await, ["a1", "a2", "b1"]);
+}
+
 /// Shown to fail on the code before: the redriven row was tried without end and reading waited for
 /// it, so `u` got nothing.
 #[tokio::test]

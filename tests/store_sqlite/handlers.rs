@@ -166,6 +166,7 @@ async fn the_session_that_a_handler_changed_is_closed_before_anybody_else_gets_i
         "pragma recursive_triggers = on",
         "pragma ignore_check_constraints = on",
         "pragma busy_timeout = 1",
+        "pragma locking_mode = exclusive",
         "create temp trigger t after insert on main.oncebox_outbox begin select raise(ignore); end",
     ] {
         for commits in [true, false] {
@@ -181,14 +182,15 @@ async fn the_session_that_a_handler_changed_is_closed_before_anybody_else_gets_i
             let left = "select (select count(*) from sqlite_temp_schema) \
                         + (select query_only + (select recursive_triggers from pragma_recursive_triggers) from pragma_query_only) \
                         + (select ignore_check_constraints from pragma_ignore_check_constraints) \
-                        + (select 30000 - timeout from pragma_busy_timeout)";
+                        + (select 30000 - timeout from pragma_busy_timeout) \
+                        + (select locking_mode = 'exclusive' from pragma_locking_mode)";
             assert_eq!(trial.number(left).await, 0, "{change}, committed: {commits}");
             let (mut tx, _) = begin(&trial).await;
             run(&mut tx, "insert into effect values ('works', '')").await.unwrap();
             tx.commit().await.unwrap();
         }
     }
-    assert_eq!(trial.effects("works").await, 12);
+    assert_eq!(trial.effects("works").await, 14);
     // A connection that nobody changed is used again.
     let mut one = trial.store.pool().acquire().await.unwrap();
     SqliteFile::run(&mut one, "select 1").await.unwrap();

@@ -11,8 +11,8 @@ use oncebox::app::AppError;
 use oncebox::message::{NewMessage, OutgoingMessage};
 
 /// How many messages are handed over at once.
-const TOGETHER: usize = 1_000;
-/// How long the broker may open no session, have no room, or leave all messages unanswered.
+const BATCH: usize = 1_000;
+/// How long to wait for a session, for room for a batch, and for each next answer.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A message as a relay would have read it from the outbox.
@@ -22,14 +22,14 @@ pub(super) fn outgoing(id: Uuid, message: NewMessage) -> OutgoingMessage {
     OutgoingMessage { id, topic, key, kind, headers, payload, content_type, trace: None, created_at: Utc::now() }
 }
 
-/// Sends messages of one topic, and waits until the broker has each of them. It is an error where
-/// the broker refuses one, or is silent for too long.
+/// Sends messages of one topic, and waits until the broker has each of them. Fails if the broker
+/// refuses one, or is silent for too long.
 pub(super) async fn send_all(broker: &AnyBroker, messages: &[OutgoingMessage]) -> Result<(), AppError> {
     send_within(broker, messages, PATIENCE).await
 }
 
-/// Sends messages. The broker may open no session, have no room, or be silent, each for at most
-/// `patience`.
+/// Does so, and waits at most `patience` for the session, for room for each batch, and for each next
+/// answer.
 async fn send_within(broker: &AnyBroker, messages: &[OutgoingMessage], patience: Duration) -> Result<(), AppError> {
     let opening = async {
         let mut publisher = broker.publisher().await?;
@@ -41,25 +41,26 @@ async fn send_within(broker: &AnyBroker, messages: &[OutgoingMessage], patience:
     let opened = tokio::time::timeout(patience, opening).await;
     let mut publisher =
         opened.map_err(|_| AppError::failed(format!("the broker opened no session within {patience:?}")))??;
-    for (at, some) in messages.chunks(TOGETHER).enumerate() {
-        let rows = some.iter().enumerate().map(|(n, row)| ((at * TOGETHER + n) as u64, row.clone()));
-        let taken = tokio::time::timeout(patience, publisher.send(rows.collect())).await;
+    for (at, batch) in messages.chunks(BATCH).enumerate() {
+        let batch = batch.iter().enumerate().map(|(n, message)| ((at * BATCH + n) as u64, message.clone()));
+        let taken = tokio::time::timeout(patience, publisher.send(batch.collect())).await;
         taken.map_err(|_| AppError::failed(format!("the broker had no room for a message within {patience:?}")))??;
     }
     let mut settled = Vec::new();
     while settled.len() < messages.len() {
         let before = settled.len();
         let more = tokio::time::timeout(patience, publisher.settle(&mut settled)).await;
-        more.map_err(|_| AppError::failed(format!("the broker said nothing of a message within {patience:?}")))??;
+        more.map_err(|_| AppError::failed(format!("the broker answered no message within {patience:?}")))??;
         if settled.len() == before {
-            return Err(AppError::failed("the broker's session ended before all messages were sent"));
+            return Err(AppError::failed("the broker's session ended before all messages were answered"));
+        }
+        if let Some(why) = settled[before..].iter().find_map(|one| one.outcome.as_ref().err()) {
+            return Err(AppError::failed(format!("the broker refused a message: {why:?}")));
         }
     }
-    publisher.close().await;
-    match settled.into_iter().find_map(|one| one.outcome.err()) {
-        Some(why) => Err(AppError::failed(format!("the broker refused a message: {why:?}"))),
-        None => Ok(()),
-    }
+    // All is answered: a broker that does not close the session takes nothing back.
+    let _closed = tokio::time::timeout(patience, publisher.close()).await;
+    Ok(())
 }
 
 #[cfg(all(test, feature = "embedded"))]
@@ -117,8 +118,8 @@ mod tests {
         raw_sql("begin immediate").execute(&mut holder).await.unwrap();
         let payload = "x".repeat(1 << 20);
         let messages: Vec<_> = (0..48).map(|_| message(&payload)).collect();
-        // The broker says that it is blocked after 800 ms, and from then on it needs no room. On a
-        // busy machine the opening may take longer than the patience: that tells nothing.
+        // The patience is below the 800 ms after which this broker says that it is blocked, and
+        // takes what it is sent. On a busy machine the opening may take longer: that tells nothing.
         let opened = async {
             loop {
                 let error = send_within(&broker, &messages, Duration::from_millis(500)).await.unwrap_err();

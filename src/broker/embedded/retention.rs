@@ -1,8 +1,9 @@
-//! Deletes rows that are old and that every group has read, a bounded batch per transaction.
+//! Deletes rows that are old and that every group has handled, at most [`ROWS_MAX`] of each partition
+//! in one transaction.
 //!
 //! Guarantees: only the beginning of a partition is deleted, so that offsets stay without holes. A
-//! row that a known group has not handled is never deleted. A topic that no group has read yet
-//! keeps everything, because publisher and consumer may start in any order.
+//! row that a known group has not handled is never deleted. A partition without a group keeps
+//! everything, because publisher and consumer may start in any order.
 //!
 //! Not here: returning space to the file system. The file keeps its free pages and uses them again.
 
@@ -15,7 +16,7 @@ use super::record::position;
 /// Most rows that one call of `trim` deletes from one partition.
 const ROWS_MAX: i64 = 1_000;
 
-/// Deletes one batch in the caller's transaction. Returns the number of deleted rows.
+/// Deletes a batch of each partition in the caller's transaction. Returns the number of deleted rows.
 pub(super) async fn trim(tx: &mut SqliteConnection, age: Duration) -> Result<u64, sqlx::Error> {
     let partitions: Vec<(i64, i64, i64)> = sqlx::query_as(
         "select p.partition_id, p.first_offset, min(l.committed) from topic_partition p join lease l using (partition_id) \
@@ -36,8 +37,7 @@ pub(super) async fn trim(tx: &mut SqliteConnection, age: Duration) -> Result<u64
         .bind(ROWS_MAX)
         .fetch_all(&mut *tx)
         .await?;
-        let old = rows.iter().take_while(|(_, old)| *old).count();
-        let Some((last, _)) = rows.get(..old).and_then(<[_]>::last) else { continue };
+        let Some((last, _)) = rows.iter().take_while(|(_, is_old)| *is_old).last() else { continue };
         let gone = sqlx::query("delete from record where position >= ? and position <= ?")
             .bind(position(partition_id, first))
             .bind(last)

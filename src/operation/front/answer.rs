@@ -14,8 +14,8 @@ use crate::operation::rules::route::WhileRunning;
 use crate::operation::rules::{Code, Decision, Mode, Record, State};
 use crate::time::db_time::DbTime;
 
-/// `Retry-After` for a tenant that has too many bytes stored: space becomes free in minutes, not in
-/// seconds.
+/// `Retry-After` for a tenant that has too many bytes stored: space becomes free only as answers
+/// expire.
 const FULL: Duration = Duration::from_secs(30);
 
 impl Front {
@@ -23,24 +23,24 @@ impl Front {
         Answered::Problem(Problem::new(code))
     }
 
-    /// The answer to a duplicate of an operation whose recovery continues,
-    /// `IDEMPOTENCY_RECOVERY_PENDING`. It has the location of the operation if the endpoint has an
-    /// `operation_path`. Its status is 202 if the route accepts duplicates, or if the operation is
-    /// phased and has a location; otherwise 409.
+    /// The answer to a request whose operation is not finished yet, `IDEMPOTENCY_RECOVERY_PENDING`.
+    /// It has the location of the operation if the endpoint has an `operation_path`. Its status is
+    /// 202 if the route says `while_running = Accepted`, or if the operation is phased and has a
+    /// location; otherwise 409.
     pub(crate) fn pending(&self, operation_id: Uuid) -> Answered {
         let mut problem = Problem::new(Code::RecoveryPending);
         problem.operation_id = Some(operation_id);
         problem.location = self.endpoint.location_of(operation_id);
         let route = self.endpoint.route();
-        let is_phased = route.mode == Mode::Phased && problem.location.is_some();
-        if is_phased || route.while_running == WhileRunning::Accepted {
+        let can_be_asked = route.mode == Mode::Phased && problem.location.is_some();
+        if can_be_asked || route.while_running == WhileRunning::Accepted {
             problem.status = 202;
         }
         Answered::Problem(problem)
     }
 
-    /// The answer to a request that stored its operation, or drove it. That the store does not
-    /// answer now, or that another process has the operation, does not undo what it did.
+    /// The answer to a request that stored its operation, or drove it. If the store does not answer
+    /// now, or another process has the operation, what it did still stands.
     pub(in crate::operation) fn of_stored(&self, operation_id: Uuid, answered: Answered) -> Answered {
         match answered {
             Answered::Problem(Problem { code: Code::InProgress | Code::StoreUnavailable, .. }) => {
@@ -66,16 +66,16 @@ impl Front {
     }
 
     /// The answer when as many operations run as the store's connections can carry. Nothing was
-    /// begun (O29).
+    /// begun.
     pub(super) fn no_room(&self) -> Answered {
-        tracing::warn!(operation = %self.endpoint.operation(), key = self.short_key(), "no room: as many operations run as the connections of the database carry");
+        tracing::warn!(operation = %self.endpoint.operation(), key = self.short_key(), "no room: as many operations run as the database has connections for");
         self.note(Noted::StoreError("admit"));
-        let detail = "as many operations run as the connections of the database carry: nothing was done";
+        let detail = "as many operations run as the database has connections for: nothing was done";
         Answered::Problem(Problem { detail: Some(detail.to_owned()), ..Problem::new(Code::StoreUnavailable) })
     }
 
     /// The answer where the route has keys off, although the operation claims every request.
-    /// Registration refuses such a route; this is for an endpoint of another mode.
+    /// Registration refuses such a route; this is the second check.
     pub(in crate::operation) fn no_use_of_keys(&self) -> Answered {
         tracing::error!(operation = %self.endpoint.operation(), mode = %self.endpoint.route().mode,
             "the operation claims every request, and its route has `requirement = off`: register it with `optional`");
@@ -111,7 +111,7 @@ impl Front {
             Err(error) => {
                 tracing::error!(operation = %self.endpoint.operation(), key = self.short_key(), %error, "a stored answer cannot be read");
                 self.note(Noted::StoreError("replay"));
-                // Another process may have the key or the feature. Broken bytes cannot be repaired.
+                // Another process may have the secret or the feature. Broken bytes stay broken.
                 let elsewhere = matches!(error, SealError::UnknownKid(_) | SealError::Feature(_));
                 if elsewhere { self.problem(Code::FingerprintVersionUnknown) } else { self.not_retained(record) }
             }
@@ -130,8 +130,8 @@ impl Front {
 
     async fn rebuild(&self, record: &Record) -> Answered {
         let Some(rebuild) = self.endpoint.endpoint().rebuild.clone() else { return self.not_retained(record) };
-        // The function executes nothing. It runs as a tracked task because it is application code
-        // and may panic.
+        // The function must have no effect. It runs as a tracked task because it is application
+        // code and may panic.
         match self.engine.spawn(rebuild(record.clone())).await {
             Ok(Ok(reply)) => {
                 self.note(Noted::Replayed("reconstructed"));
@@ -142,7 +142,7 @@ impl Front {
                 self.problem(Code::StoreUnavailable)
             }
             Err(error) => {
-                tracing::error!(operation = %self.endpoint.operation(), %error, "building an answer anew failed");
+                tracing::error!(operation = %self.endpoint.operation(), %error, "the function that builds an answer anew panicked");
                 self.problem(Code::StoreUnavailable)
             }
         }
@@ -169,11 +169,12 @@ impl Front {
             Decision::Mismatch | Decision::PrincipalMismatch => problem.status = route.mismatch.status(),
             Decision::KeyInvalid => problem.detail = self.what_is_wrong(),
             Decision::KeyFromTheFuture => {
-                problem.detail = Some("the time in the key lies ahead of the server's: check the clock".to_owned());
+                problem.detail =
+                    Some("the time in the key is ahead of the server's: check the clock of the client".to_owned());
             }
             Decision::QuotaExceeded if self.over_bytes => {
                 problem.detail = Some(
-                    "as many bytes of answers are stored as may be: each is let go at the end of its life".to_owned(),
+                    "the quota of stored bytes is used up: each answer is deleted when its lifetime ends".to_owned(),
                 );
                 problem.retry_after = Some(retry_after(FULL, fastrand::f64()));
             }
@@ -214,7 +215,7 @@ impl Front {
             _ => Noted::Rejected(code.as_str()),
         });
         if decision == Decision::WrongRecord {
-            tracing::error!(operation = %self.endpoint.operation(), key = self.short_key(), "the record under this key is another's: nothing was touched");
+            tracing::error!(operation = %self.endpoint.operation(), key = self.short_key(), "the record of this hash belongs to another key: nothing was changed");
         }
     }
 
@@ -222,7 +223,7 @@ impl Front {
     fn what_is_wrong(&self) -> Option<String> {
         match &self.asking.key {
             KeyGiven::Malformed(error) => Some(error.to_string()),
-            KeyGiven::Given(_) => Some("the key carries no time, which this operation asks for".to_owned()),
+            KeyGiven::Given(_) => Some("this operation needs a key with a time in it".to_owned()),
             KeyGiven::Missing => None,
         }
     }

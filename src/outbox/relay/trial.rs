@@ -40,6 +40,9 @@ const MADE_MAX: Duration = Duration::from_secs(2);
 /// A publisher for trials that was not used for so long is closed.
 const IDLE_MAX: Duration = Duration::from_secs(30);
 
+/// After so many lost trials, a relay that ends when its outbox is empty waits for no more of a topic.
+const LOST_MAX: u32 = 3;
+
 /// When each blocked topic is tried next. It outlives a session, in memory only.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Pauses(HashMap<String, Pause>);
@@ -131,8 +134,9 @@ pub(super) struct Trials {
     found: mpsc::UnboundedReceiver<(usize, Answer)>,
     /// Received and not yet handled.
     heard: VecDeque<(usize, Answer)>,
-    /// Blocked topics of which a trial of this session has told something.
-    tried: HashSet<String>,
+    /// Of blocked topics, how many trials of this session were lost; [`LOST_MAX`] of one whose trial
+    /// has told something.
+    tried: HashMap<String, u32>,
 }
 
 #[derive(Debug)]
@@ -204,7 +208,7 @@ impl Trials {
         let (declare, every) = (options.declare_topics, options.probe);
         let (answers, found) = mpsc::unbounded_channel();
         let lanes = [0, 1].map(|number| Lane::start(number, broker, declare, &answers));
-        let (heard, tried) = (VecDeque::new(), HashSet::new());
+        let (heard, tried) = (VecDeque::new(), HashMap::new());
         Self { lanes, broker: Arc::clone(broker), declare, every, answers, found, heard, tried }
     }
 
@@ -221,12 +225,17 @@ impl Trials {
         topics.iter().for_each(|topic| _ = pauses.lost(topic, why, false, self.every));
         self.lanes[number] = Lane::start(number, &self.broker, self.declare, &self.answers);
         self.lanes[number].width = (topics.len() / 2).max(1);
-        self.tried.extend(topics);
+        topics.into_iter().for_each(|topic| self.was_lost(topic));
     }
 
-    /// Whether a trial of this session has told something about this topic, also that it was lost.
+    /// A trial whose session was lost tells nothing about its topic.
+    fn was_lost(&mut self, topic: String) {
+        *self.tried.entry(topic).or_default() += 1;
+    }
+
+    /// Whether a trial of this session has told something about this topic, or several were lost.
     pub(super) fn was_tried(&self, topic: &str) -> bool {
-        self.tried.contains(topic)
+        self.tried.get(topic).is_some_and(|lost| *lost >= LOST_MAX)
     }
 
     /// Starts a round with the topics that are due, in each lane that has none running.
@@ -234,7 +243,7 @@ impl Trials {
         for number in 0..self.lanes.len() {
             self.mend(number, pauses);
         }
-        self.tried.retain(|topic| blocked.contains(topic.as_str()));
+        self.tried.retain(|topic, _| blocked.contains(topic.as_str()));
         let now = Instant::now();
         for number in 0..self.lanes.len() {
             if !self.lanes[number].under_way.is_empty() {
@@ -296,7 +305,10 @@ impl Trials {
                 }
                 Answer::Said { topic, position, said } => (topic, position, said),
             };
-            self.tried.insert(topic.clone());
+            match &said {
+                Said::Lost { .. } => self.was_lost(topic.clone()),
+                _ => _ = self.tried.insert(topic.clone(), LOST_MAX),
+            }
             let found = match (said, position) {
                 (Said::Taken, Some(position)) => TrialResult::Taken { topic, position },
                 (Said::Message, Some(position)) => TrialResult::Message { topic, position },

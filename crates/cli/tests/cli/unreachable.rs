@@ -216,8 +216,8 @@ fn with_password(server: &str, user: &str) -> String {
 /// A password may be put right on the server, but for a database a program that is let in nowhere
 /// has nothing to do.
 #[test]
-fn a_wrong_password_for_the_database_ends_a_program_with_1_and_names_the_server() {
-    let test = "a_wrong_password_for_the_database_ends_a_program_with_1_and_names_the_server";
+fn a_wrong_password_for_the_database_ends_a_program_with_3_and_names_the_server() {
+    let test = "a_wrong_password_for_the_database_ends_a_program_with_3_and_names_the_server";
     let postgres = service(test, "ONCEBOX_TEST_POSTGRES_TLS").map(|url| (url, "password authentication failed"));
     let mariadb = service(test, "ONCEBOX_TEST_MARIADB").map(|url| (url, "Access denied"));
     for (server, words) in [postgres, mariadb].into_iter().flatten() {
@@ -232,9 +232,39 @@ fn a_wrong_password_for_the_database_ends_a_program_with_1_and_names_the_server(
             place.publisher(&[]),
             place.consumer(&["--config", &config]),
         ] {
-            loud(program).fails(1, &[&host, words]);
+            loud(program).ends_with(3, &[&host, words, "correct the user or the password"]);
         }
     }
+}
+
+#[test]
+fn a_database_that_is_not_there_ends_every_program_with_3_and_what_to_do() {
+    let test = "a_database_that_is_not_there_ends_every_program_with_3_and_what_to_do";
+    for variable in ["ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_MARIADB"] {
+        let Some(server) = service(test, variable) else { continue };
+        let mut url = url::Url::parse(&server).unwrap();
+        url.set_path("/no_such_database");
+        let place = Place::on(Some(url.as_str()), None);
+        for program in [place.oncebox(&["status"]), place.oncebox(&["migrate", "up"]), place.publisher(&[])] {
+            loud(program).ends_with(3, &["no_such_database", "create this database first"]);
+        }
+    }
+}
+
+/// It accepts connections and says nothing. Shown by: waiting for the connection, 30 s, before the
+/// stop is looked at; there was no line of `/readyz` meanwhile.
+#[test]
+fn a_program_whose_database_is_silent_says_that_it_starts_and_stops_at_once() {
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("postgres://app:{SECRET}@{}/app", silent.local_addr().unwrap());
+    let place = Place::on(Some(&url), None);
+    let mut publisher = place.publisher(&["--listen", "127.0.0.1:0"]).start();
+    publisher.until_ready_says(503, &["database: starting"]);
+    let (accepted, _) = silent.accept().unwrap();
+    let stopped = std::time::Instant::now();
+    publisher.stop().ok_saying(&["stopped while waiting for the database"]);
+    assert!(stopped.elapsed() < std::time::Duration::from_secs(20), "{:?}", stopped.elapsed());
+    drop(accepted);
 }
 
 /// No waiting mends it. Shown to fail: with a refused certificate taken for a server that is away,

@@ -29,6 +29,7 @@ fn a_database_url_that_cannot_be_used_says_how_one_is_written() {
         ("mysql://app:hunter2-secret@h/db?ssl-mode=no", &["an option that is not understood"]),
         ("sqlite://", &["sqlite://FILE"]),
         (&directory, &["names no file"]),
+        ("sqlite:///no/such/place/app.db", &["there is no directory /no/such/place"]),
         ("sqlite::memory:", &["in memory", "name a file"]),
         ("sqlite://app.db?mode=ro", &["has to write"]),
         ("sqlite://app.db?cache=shared", &["shared cache"]),

@@ -1,8 +1,8 @@
 //! Pure: no I/O, no clock.
 //! The values that the cursor and the adapter that runs its statements exchange.
 //!
-//! Guarantee: these are plain values. Only the cursor can make a [`CheckpointTicket`], because the
-//! ticket records the moment at which it was made.
+//! Guarantee: these are plain values. Only this module can make a [`CheckpointTicket`]: it counts the
+//! reads that had ended when it was made.
 
 use super::{GapSet, Range};
 
@@ -11,34 +11,36 @@ use super::{GapSet, Range};
 pub(crate) struct ReadPlan {
     /// Every open gap, ascending.
     pub ranges: Vec<Range>,
-    /// Where the tail begins, which is the last range of the read. `None` when the maximum of open
-    /// gaps is reached: the read then covers gaps only (R9). The caller may choose an upper end of
+    /// Where the tail begins, which is the last range of the read. `None` when there are as
+    /// many open gaps as allowed: the read then covers gaps only (R9). The caller may choose an upper end of
     /// the tail, for example while shards are merged.
     pub tail_from: Option<i64>,
 }
 
+/// What a read has found, beside its rows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ReadOutcome {
     /// The number of the batch that the rows of this read belong to, counted from 1 in each
     /// session. `None` if the read returned no row.
     pub batch: Option<u64>,
-    /// The positions that will never have a row: their transactions ended without one.
+    /// The positions that this read found to have no row for ever: their transactions ended without
+    /// one.
     pub closed: Vec<Range>,
 }
 
-/// Proof that a checkpoint began after the reads that it covers. Take it before `BEGIN`.
+/// The reads that a checkpoint covers, if the ticket is taken before its `BEGIN`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CheckpointTicket {
     pub(super) reads: u64,
 }
 
-/// What the marking transaction persists.
+/// What the transaction that marks messages as published stores with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Mark {
     /// The last batch that this marks; all batches before it are marked too.
     pub batch: u64,
     /// The new value of `scanned_to` in the shard's row.
     pub scanned_to: i64,
-    /// The new gaps, all at or below `scanned_to`.
+    /// All gaps that are open then, none above `scanned_to`.
     pub gaps: GapSet,
 }
