@@ -40,8 +40,8 @@ impl Beside {
         Self { gauges, first_look: or_end(all, look), all: all.clone() }
     }
 
-    /// Waits until a part or the gauges have ended; `None` when no part is left. `what` names a part
-    /// in errors.
+    /// Waits until a part or the gauges have ended; `None` when no part is left. `what` names a
+    /// part in errors.
     ///
     /// # Cancel safety
     /// Safe: no end is lost.

@@ -60,8 +60,8 @@ pub(crate) fn is_schema_missing(error: &sqlx::Error) -> bool {
     }
 }
 
-/// What to do about an error of a server that a person mends: a right, a password or the database is
-/// missing. `None` for any other.
+/// What to do about an error of a server that a person mends: a right, a password or the database
+/// is missing. `None` for any other.
 #[cfg_attr(not(any(feature = "postgres", feature = "mysql")), expect(unused_variables, reason = "SQLite has none"))]
 pub(super) fn remedy(error: &dyn DatabaseError) -> Option<&'static str> {
     const RIGHT: &str = "give the user of [database] url this right (docs/guides/production.md, Rights)";

@@ -1,9 +1,9 @@
 //! The state of each part of a process, which `/readyz` shows and a supervisor reads.
 //!
-//! Promise: of a part that waits, the reason is shown and for how long it has waited, also where the
-//! reason has changed since. A loop that has stopped is noticed ([`Health::stuck`]). Several troubles
-//! of one part are kept side by side, each under its name and the task or partition that has it:
-//! none hides or ends another. Not here: the HTTP endpoints (`http`).
+//! Promise: of a part that waits, the reason is shown and for how long it has waited, also where
+//! the reason has changed since. A loop that has stopped is noticed ([`Health::stuck`]). Several
+//! troubles of one part are kept side by side, each under its name and the task or partition that
+//! has it: none hides or ends another. Not here: the HTTP endpoints (`http`).
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -95,7 +95,8 @@ impl Health {
                 if let Trouble::Stops(why) = &trouble {
                     tracing::warn!(part, name, whose = %key.1, %why, "waiting");
                 }
-                // What stops the work has stopped it since its first reason; what is shown happened anew.
+                // What stops the work has stopped it since its first reason; what is shown happened
+                // anew.
                 let since = match (known.troubles.get(&key), &trouble) {
                     (Some((Trouble::Stops(_), since)), Trouble::Stops(_)) => *since,
                     _ => Instant::now(),

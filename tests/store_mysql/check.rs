@@ -1,7 +1,8 @@
 //! What `check` says of servers set up in a way that breaks a promise. Each on a private server:
 //! the shared one is not touched.
 
-use oncebox::store::{ActContext, Base, Finding, Operator, Schema, Severity};
+use oncebox::store::mysql::MySqlStore;
+use oncebox::store::{ActContext, Base, Finding, Operator, Schema, Severity, StoreOptions};
 use sqlx::Connection;
 
 use crate::fixture::{Db, PrivateServer, execute};
@@ -51,6 +52,24 @@ async fn r10_settings_that_break_the_cursor_are_refused_and_weak_commits_reporte
         assert_eq!(finding.severity, severity, "{finding:?}");
         assert_eq!(finding.remedy.is_some(), severity != Severity::Ok, "{finding:?}");
     }
+}
+
+/// Shown by: leaving the finding out; nothing was refused, and no program starts.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_user_that_may_only_read_is_refused() {
+    let test = "a_user_that_may_only_read_is_refused";
+    let Some(server) = PrivateServer::start(test, &[]) else { return };
+    let db = Db::on(&server.url().await).await;
+    db.store.migrate().await.unwrap();
+    let mut admin = db.app().await;
+    execute(&mut admin, "create user reader@localhost").await;
+    execute(&mut admin, "grant select on *.* to reader@localhost").await;
+    let url = db.url.replacen("root@", "reader@", 1);
+    let reader = MySqlStore::connect(&StoreOptions::new(url)).await.unwrap();
+    let findings = reader.check().await.unwrap();
+    let rights = find(&findings, "rights");
+    assert!(rights.severity == Severity::Refused && rights.detail.contains("UPDATE command denied"), "{rights:?}");
+    assert_eq!(find(&db.store.check().await.unwrap(), "rights").severity, Severity::Ok);
 }
 
 #[tokio::test(flavor = "multi_thread")]

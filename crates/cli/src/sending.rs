@@ -28,8 +28,8 @@ pub(super) async fn send_all(broker: &AnyBroker, messages: &[OutgoingMessage]) -
     send_within(broker, messages, PATIENCE).await
 }
 
-/// Does so, and waits at most `patience` for the session, for room for each batch, and for each next
-/// answer.
+/// Does so, and waits at most `patience` for the session, for room for each batch, and for each
+/// next answer.
 async fn send_within(broker: &AnyBroker, messages: &[OutgoingMessage], patience: Duration) -> Result<(), AppError> {
     let opening = async {
         let mut publisher = broker.publisher().await?;

@@ -1,5 +1,5 @@
-//! Deletes rows that are old and that every group has handled, at most [`ROWS_MAX`] of each partition
-//! in one transaction.
+//! Deletes rows that are old and that every group has handled, at most [`ROWS_MAX`] of each
+//! partition in one transaction.
 //!
 //! Guarantees: only the beginning of a partition is deleted, so that offsets stay without holes. A
 //! row that a known group has not handled is never deleted. A partition without a group keeps
@@ -16,7 +16,8 @@ use super::record::position;
 /// Most rows that one call of `trim` deletes from one partition.
 const ROWS_MAX: i64 = 1_000;
 
-/// Deletes a batch of each partition in the caller's transaction. Returns the number of deleted rows.
+/// Deletes a batch of each partition in the caller's transaction. Returns the number of deleted
+/// rows.
 pub(super) async fn trim(tx: &mut SqliteConnection, age: Duration) -> Result<u64, sqlx::Error> {
     let partitions: Vec<(i64, i64, i64)> = sqlx::query_as(
         "select p.partition_id, p.first_offset, min(l.committed) from topic_partition p join lease l using (partition_id) \

@@ -4,13 +4,16 @@
 //! Once it is declared again, by anybody, its messages go to the queues that are bound again. Each
 //! other consumer would get nothing, and no error would show it.
 //!
+//! All consumers make their rounds at the same moments of the clock. So where a message is routed
+//! to one of them again, the others are bound within a second or so, if their clocks agree.
+//!
 //! Guarantees: nothing here ends the consumer. Queues that are drained for another number of
 //! partitions are not bound.
 //!
 //! Not here: what was published while a queue was not bound.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::config::Known;
 use super::repartition;
@@ -18,30 +21,25 @@ use super::socket::Link;
 use super::topology::Topology;
 use crate::broker::Subscription;
 
-/// The longest time between two rounds.
-const PAUSE_MAX: Duration = Duration::from_secs(60);
-/// In each such round the queues are bound again though the exchange is there: somebody else may
-/// have declared it anew. In the other rounds they are not, because the look whether queues are
+/// The longest time between two rounds. It is not shorter because the look whether queues are
 /// drained leaves a line in the log of the server.
-const EACH: u32 = 10;
+const PAUSE_MAX: Duration = Duration::from_secs(120);
 
 /// Declares the exchange where it is missing and binds the queues again, round after round, until
 /// the connection ends.
 pub(super) async fn keep(link: Arc<Link>, config: Arc<Known>, subscription: Subscription) {
     let consumer = &*subscription.consumer;
     let mut topics = subscription.topics.clone();
-    for round in 1_u32.. {
-        tokio::time::sleep(config.quiet_check.min(PAUSE_MAX)).await;
-        match Topology::new(&link, &config).exchange_where_missing().await {
-            Ok(was_missing) if was_missing || round % EACH == 0 => {}
-            Ok(_) => continue,
-            Err(_) if !link.is_connected() => return,
-            Err(error) => {
-                let (exchange, why) = (&config.exchange, error.to_string());
-                let what = "the exchange cannot be looked for or declared; if it is missing, declare it";
-                tracing::warn!(consumer, exchange, why, "{what}");
-                continue;
+    loop {
+        next_round((config.quiet_check * 4).min(PAUSE_MAX)).await;
+        if let Err(error) = Topology::new(&link, &config).exchange_where_missing().await {
+            if !link.is_connected() {
+                return;
             }
+            let (exchange, why) = (&config.exchange, error.to_string());
+            let what = "the exchange cannot be looked for or declared; if it is missing, declare it";
+            tracing::warn!(consumer, exchange, why, "{what}");
+            continue;
         }
         let mut bound = Vec::with_capacity(topics.len());
         for topic in topics {
@@ -62,4 +60,12 @@ pub(super) async fn keep(link: Arc<Link>, config: Arc<Known>, subscription: Subs
         }
         topics = bound;
     }
+}
+
+/// Waits for the next multiple of `pause` since the epoch.
+async fn next_round(pause: Duration) {
+    let pause = pause.as_nanos().max(1);
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+    let left = u64::try_from(pause - now % pause).unwrap_or(u64::MAX);
+    tokio::time::sleep(Duration::from_nanos(left)).await;
 }

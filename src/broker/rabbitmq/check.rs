@@ -51,7 +51,7 @@ pub(super) async fn check(
                     findings.push(Finding::warning(
                         format!("exchange {hash}"),
                         "the hash exchange is not there yet",
-                        "start the consumer, which declares it; one that runs does so within five minutes",
+                        "start the consumer, which declares it; one that runs does so within two minutes",
                     ));
                 }
             }

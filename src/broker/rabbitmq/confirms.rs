@@ -359,7 +359,7 @@ impl Confirms {
             if let Some(why) = returned.get(&place) {
                 let why = format!(
                     "no queue is bound to the exchange `{}` for topic `{}` ({why}); start its consumer (one that runs binds its \
-                     queue again within five minutes), or bind a queue",
+                     queue again within two minutes), or bind a queue",
                     self.exchange, place.1
                 );
                 self.refuse(tag, weight, &place.1, &why);

@@ -62,7 +62,7 @@ impl Publisher for RabbitPublisher {
         // asks, and declares it.
         if !self.exchange_seen {
             match Topology::new(&self.link, &self.config).exchange_where_missing().await {
-                Ok(_) => self.exchange_seen = true,
+                Ok(()) => self.exchange_seen = true,
                 Err(BrokerError::Destination(why) | BrokerError::Refused(why)) => {
                     let why = format!(
                         "the exchange `{}` is not there and cannot be declared: {why}; declare it, or give this user the right to",

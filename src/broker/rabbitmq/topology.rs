@@ -115,13 +115,12 @@ impl<'l> Topology<'l> {
         self.accept(declared, &config.exchange, "exchange").await
     }
 
-    /// Declares the exchange if it does not exist; one that exists is taken as it is. Returns
-    /// whether it was missing.
-    pub(super) async fn exchange_where_missing(&mut self) -> Result<bool, BrokerError> {
+    /// Declares the exchange if it does not exist; one that exists is taken as it is.
+    pub(super) async fn exchange_where_missing(&mut self) -> Result<(), BrokerError> {
         if self.exchange_exists(&self.config.exchange).await? {
-            return Ok(false);
+            return Ok(());
         }
-        self.exchange().await.map(|()| true)
+        self.exchange().await
     }
 
     /// Accepts an existing object where this user has no right to declare it; refuses one with

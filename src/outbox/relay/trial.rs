@@ -40,7 +40,8 @@ const MADE_MAX: Duration = Duration::from_secs(2);
 /// A publisher for trials that was not used for so long is closed.
 const IDLE_MAX: Duration = Duration::from_secs(30);
 
-/// After so many lost trials, a relay that ends when its outbox is empty waits for no more of a topic.
+/// After so many lost trials, a relay that ends when its outbox is empty waits for no more of a
+/// topic.
 const LOST_MAX: u32 = 3;
 
 /// When each blocked topic is tried next. It outlives a session, in memory only.
@@ -134,8 +135,8 @@ pub(super) struct Trials {
     found: mpsc::UnboundedReceiver<(usize, Answer)>,
     /// Received and not yet handled.
     heard: VecDeque<(usize, Answer)>,
-    /// Of blocked topics, how many trials of this session were lost; [`LOST_MAX`] of one whose trial
-    /// has told something.
+    /// Of blocked topics, how many trials of this session were lost; [`LOST_MAX`] of one whose
+    /// trial has told something.
     tried: HashMap<String, u32>,
 }
 

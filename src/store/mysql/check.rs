@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use sqlx::MySql;
 
 use super::without_transactions;
-use crate::error::StoreError;
+use crate::error::{StoreError, words};
 use crate::observe::Finding;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::schema::LOST_AT_FAILOVER;
@@ -71,6 +71,7 @@ pub(super) async fn of_server(connection: &mut Bounded<MySql>) -> Result<Vec<Fin
 /// Checks what is in the database of a schema that exists.
 pub(super) async fn of_schema(connection: &mut Bounded<MySql>, routines: Routines) -> Result<Vec<Finding>, StoreError> {
     let mut findings = engines(connection).await?;
+    findings.push(rights(connection).await?);
     findings.push(door(routines));
     findings.push(triggers(connection).await?);
     findings.push(positions::look(connection).await?);
@@ -245,11 +246,31 @@ fn read_only(global: &Variables) -> Finding {
     Finding::ok("read_only", "off")
 }
 
+/// A user that may only read cannot start a program. The statement changes no row.
+async fn rights(connection: &mut Bounded<MySql>) -> Result<Finding, StoreError> {
+    match sqlx::query("update oncebox_shard set shard_id = shard_id where 1 = 0").run(connection).await {
+        Ok(_) => Ok(Finding::ok("rights", "the tables of oncebox may be written")),
+        Err(error) if is_denied(&error) => Ok(Finding::refused(
+            "rights",
+            words(&error),
+            "grant all privileges on the database to this user (docs/guides/production.md, Rights)",
+        )),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Whether the user has no right to the table, or to a column of it.
+fn is_denied(error: &sqlx::Error) -> bool {
+    let sqlx::Error::Database(database) = error else { return false };
+    let error = database.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>();
+    error.is_some_and(|error| matches!(error.number(), 1142 | 1143))
+}
+
 fn door(routines: Routines) -> Finding {
     if !routines.procedure {
         return Finding::warning(
             "SQL door",
-            "the procedure oncebox_enqueue_p is not there: no service can enqueue by SQL",
+            "the procedure oncebox_enqueue_p is not there, or this user may not see it: no service can enqueue by SQL",
             "run `oncebox migrate up`, which makes it again; a dump has it only with `mysqldump --routines`",
         );
     }

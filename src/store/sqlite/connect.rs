@@ -143,8 +143,8 @@ impl Base for SqliteStore {
         let pool = PoolOptions::new()
             .max_connections(options.connections_max)
             .test_before_acquire(false)
-            // With one of these, sqlx starts a task that can spin (see `bounded::rest`). A file ends
-            // no connection.
+            // With one of these, sqlx starts a task that can spin (see `bounded::rest`). A file
+            // ends no connection.
             .idle_timeout(None)
             .max_lifetime(None)
             .after_connect(move |connection: &mut sqlx::SqliteConnection, _| {
@@ -163,8 +163,8 @@ impl Base for SqliteStore {
                 Box::pin(async move {
                     // Waits until a rollback in the queue of the connection's thread has run.
                     connection.ping().await?;
-                    // If a handler ended the transaction by SQL, sqlx still counts it as open: such a
-                    // connection is not used again.
+                    // If a handler ended the transaction by SQL, sqlx still counts it as open: such
+                    // a connection is not used again.
                     if connection.is_in_transaction() {
                         return Ok(false);
                     }

@@ -1,8 +1,8 @@
 //! Pure: no I/O, no clock.
 //! The values that the cursor and the adapter that runs its statements exchange.
 //!
-//! Guarantee: these are plain values. Only this module can make a [`CheckpointTicket`]: it counts the
-//! reads that had ended when it was made.
+//! Guarantee: these are plain values. Only this module can make a [`CheckpointTicket`]: it counts
+//! the reads that had ended when it was made.
 
 use super::{GapSet, Range};
 
@@ -11,9 +11,9 @@ use super::{GapSet, Range};
 pub(crate) struct ReadPlan {
     /// Every open gap, ascending.
     pub ranges: Vec<Range>,
-    /// Where the tail begins, which is the last range of the read. `None` when there are as
-    /// many open gaps as allowed: the read then covers gaps only (R9). The caller may choose an upper end of
-    /// the tail, for example while shards are merged.
+    /// Where the tail begins, which is the last range of the read. `None` when there are as many
+    /// open gaps as allowed: the read then covers gaps only (R9). The caller may choose an upper
+    /// end of the tail, for example while shards are merged.
     pub tail_from: Option<i64>,
 }
 
