@@ -64,15 +64,21 @@ pub(crate) fn is_schema_missing(error: &sqlx::Error) -> bool {
 /// is missing. `None` for any other.
 #[cfg_attr(not(any(feature = "postgres", feature = "mysql")), expect(unused_variables, reason = "SQLite has none"))]
 pub(super) fn remedy(error: &dyn DatabaseError) -> Option<&'static str> {
-    const RIGHT: &str = "give the user of [database] url this right (docs/guides/production.md, Rights)";
-    const DATABASE: &str = "create this database first";
-    const PASSWORD: &str = "correct the user or the password in [database] url";
+    #[cfg(any(feature = "postgres", feature = "mysql"))]
+    const REMEDIES: [&str; 3] = [
+        "give the user of [database] url this right (docs/guides/production.md, Rights)",
+        "create this database first",
+        "correct the user or the password in [database] url",
+    ];
+    #[cfg(any(feature = "postgres", feature = "mysql"))]
+    let [right, database, password] = REMEDIES.map(Some);
     #[cfg(feature = "postgres")]
     if let Some(error) = error.try_downcast_ref::<sqlx::postgres::PgDatabaseError>() {
         return match error.code() {
-            "42501" => Some(RIGHT),
-            "3D000" => Some(DATABASE),
-            "28000" | "28P01" => Some(PASSWORD),
+            "42501" => right,
+            "3D000" => database,
+            "28P01" => password,
+            "28000" => Some("let the user of [database] url in at the server: its role, and pg_hba.conf"),
             _ => None,
         };
     }
@@ -80,9 +86,9 @@ pub(super) fn remedy(error: &dyn DatabaseError) -> Option<&'static str> {
     if let Some(error) = error.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
         return match error.number() {
             // Of a database, a table, a column, a global privilege, a routine.
-            1044 | 1142 | 1143 | 1227 | 1370 => Some(RIGHT),
-            1049 => Some(DATABASE),
-            1045 | 1698 => Some(PASSWORD),
+            1044 | 1142 | 1143 | 1227 | 1370 => right,
+            1049 => database,
+            1045 | 1698 => password,
             _ => None,
         };
     }

@@ -188,9 +188,7 @@ impl Consumer {
         let hand_back = intake::HAND_BACK.min(grace / 2);
         let deadline = async {
             beside.cancelled().await;
-            // A silent database stores nothing of what still runs.
-            let finishes = if shared.silence.is_on() { hand_back } else { grace - hand_back };
-            tokio::time::sleep(finishes).await;
+            tokio::time::sleep(grace - hand_back).await;
             abandon.cancel();
             tokio::time::sleep(hand_back).await;
         };
@@ -288,7 +286,11 @@ impl Shared {
             if stop.is_cancelled() || !self.until_it_answers(stop).await {
                 return Ok(RunEnd::Stopped);
             }
-            if let Err(error) = self.take_back_unspent(consumer).await {
+            let taken_back = tokio::select! {
+                taken_back = self.take_back_unspent(consumer) => taken_back,
+                () = stop.cancelled() => return Ok(RunEnd::Stopped),
+            };
+            if let Err(error) = taken_back {
                 self.health.set(&self.part, PartState::Waiting(error.to_string()));
                 if !pace.wait(stop).await {
                     return Ok(RunEnd::Stopped);

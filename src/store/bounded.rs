@@ -58,6 +58,11 @@ const RESTED: Duration = Duration::from_secs(1);
 const SIGN_OF_LIFE_MAX: Duration = Duration::from_secs(5);
 const CONNECT_MAX: Duration = Duration::from_secs(30);
 
+/// How long the kept connection for pings may take. A firewall may have forgotten it; then there is
+/// still time for a new one.
+#[cfg(feature = "duties")]
+const KEPT_MAX: Duration = Duration::from_secs(2);
+
 /// Who waits for a connection looks at those that rest so often.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
@@ -288,7 +293,9 @@ impl<Db: Remote> BoundedPool<Db> {
         }
         let mut pulse = self.pulse.lock().await;
         if let Some(mut kept) = pulse.take()
-            && kept.within(|connection| Box::pin(connection.ping())).await.is_ok()
+            && timeout(KEPT_MAX, kept.within(|connection| Box::pin(connection.ping())))
+                .await
+                .is_ok_and(|ping| ping.is_ok())
         {
             *pulse = Some(kept);
             return Ok(());

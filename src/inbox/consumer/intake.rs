@@ -176,12 +176,8 @@ pub(super) async fn run(
     }
     lanes_stop.cancel();
     intake.lanes.clear();
-    // Nobody will report the items of a lane that is gone. In silence none can be stored.
-    let grace = if lane_is_gone || end.is_err() && shared.silence.is_on() {
-        shared.options.shutdown_grace.min(HAND_BACK)
-    } else {
-        shared.options.shutdown_grace
-    };
+    // Nobody will report the items of a lane that is gone.
+    let grace = if lane_is_gone { shared.options.shutdown_grace.min(HAND_BACK) } else { shared.options.shutdown_grace };
     let hand_back = HAND_BACK.min(grace / 2);
     if !intake.drain(&mut done, end.is_ok(), grace - hand_back).await {
         tracing::warn!(consumer = %shared.options.name, "handlers still ran at the end of the grace; their messages come again");
@@ -191,6 +187,10 @@ pub(super) async fn run(
         }
     }
     while tasks.join_next().await.is_some() {}
+    if lane_is_gone {
+        // The message that made it panic is found by its counts, like one that kills its process.
+        shared.unspent.clear();
+    }
     shared.health.clear_troubles(&shared.part, lane::DATABASE);
     intake.close(end.is_ok()).await;
     end

@@ -169,7 +169,7 @@ impl Lane {
                 Ok(true) => return self.part_contested(items, &tries, stack).await,
                 Ok(false) => {
                     *may_be_counted = true;
-                    self.shared.unspent.add(ids);
+                    self.shared.unspent.add(ids, 0);
                     store.begin_first_attempts(consumer, ids).await
                 }
                 Err(error) => Err(error),

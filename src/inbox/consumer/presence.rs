@@ -55,12 +55,14 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
 /// Records it once, and asks for a sign of life if that takes long or fails. Returns false if the
 /// consumer was removed or has another id rule.
 async fn say(shared: &Shared, consumer: ConsumerId, id_rule: &str) -> Result<bool, StoreError> {
-    let began = Instant::now();
+    let mut since = Instant::now();
     let asking = async {
         // Ends with the record.
         loop {
             tokio::time::sleep(ASKS_EVERY).await;
-            shared.ask_for_a_sign(began).await;
+            if shared.ask_for_a_sign(since).await {
+                since = Instant::now();
+            }
         }
     };
     let said = tokio::select! {
@@ -70,7 +72,7 @@ async fn say(shared: &Shared, consumer: ConsumerId, id_rule: &str) -> Result<boo
     };
     match &said {
         Ok(_) => shared.has_heard(),
-        Err(_) => shared.ask_for_a_sign(began).await,
+        Err(_) => _ = shared.ask_for_a_sign(since).await,
     }
     said
 }

@@ -56,10 +56,14 @@ impl Silence {
 }
 
 impl Shared {
-    /// Asks the database for a sign of life. `since`: the start of the work that got no answer.
-    pub(super) async fn ask_for_a_sign(&self, since: Instant) {
+    /// Asks the database for a sign of life, and returns whether it gave one. `since`: the last one,
+    /// or the start of the work that got no answer.
+    pub(super) async fn ask_for_a_sign(&self, since: Instant) -> bool {
         let why = match timeout(SIGN_MAX, self.store.sign_of_life()).await {
-            Ok(Ok(())) => return self.has_heard(),
+            Ok(Ok(())) => {
+                self.has_heard();
+                return true;
+            }
             Ok(Err(error)) => error.to_string(),
             Err(_) => format!("it did not answer within {SIGN_MAX:?}"),
         };
@@ -68,6 +72,7 @@ impl Shared {
         self.health.trouble(&self.part, SILENT, Some(stops));
         let since = silence.as_ref().map_or(since, |(first, _)| *first);
         *silence = Some((since, why));
+        false
     }
 
     /// The database has answered: a silence is over.

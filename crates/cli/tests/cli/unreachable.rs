@@ -238,8 +238,8 @@ fn a_wrong_password_for_the_database_ends_a_program_with_3_and_names_the_server(
 }
 
 #[test]
-fn a_database_that_is_not_there_ends_every_program_with_3_and_what_to_do() {
-    let test = "a_database_that_is_not_there_ends_every_program_with_3_and_what_to_do";
+fn a_database_that_is_not_there_ends_commands_and_publisher_with_3_and_what_to_do() {
+    let test = "a_database_that_is_not_there_ends_commands_and_publisher_with_3_and_what_to_do";
     for variable in ["ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_MARIADB"] {
         let Some(server) = service(test, variable) else { continue };
         let mut url = url::Url::parse(&server).unwrap();

@@ -191,22 +191,25 @@ async fn note(lane: &Lane, item: &Item, error: &HandlerError) {
 }
 
 /// Counts a try; `failure` is set if the try has already failed. If an answer was lost, the stored
-/// number is read before the try is counted again, so that an outage counts no try (G10). `None`:
-/// the message is left for later.
+/// number is read before the try is counted again, so that an outage counts no try (G10). Before a
+/// try it is also read at first: an earlier process may have counted some. `None`: the message is
+/// left for later.
 async fn count(lane: &mut Lane, item: &Item, failure: Option<&HandlerError>, counted: u32) -> Option<u32> {
-    let mut in_doubt = false;
+    let (mut before, mut in_doubt) = (failure.map(|_| counted), false);
     loop {
         let (store, consumer, id) = (&lane.shared.store, lane.consumer, item.message.id);
         let tries = async {
-            if in_doubt
-                && let Some((_, stored)) = store.attempts(consumer, &[id]).await?.first().filter(|(_, n)| *n > counted)
-            {
-                return Ok(*stored);
+            if in_doubt || before.is_none() {
+                let stored = store.attempts(consumer, &[id]).await?.first().map_or(0, |(_, stored)| *stored);
+                if before.is_some_and(|before| stored > before) {
+                    return Ok(stored);
+                }
+                before.get_or_insert(stored);
             }
             match failure {
                 Some(error) => store.failed_attempt(consumer, id, &error.message, true).await,
                 None => {
-                    lane.shared.unspent.add(&[id]);
+                    lane.shared.unspent.add(&[id], before.unwrap_or(counted));
                     store.begin_attempt(consumer, id).await
                 }
             }
