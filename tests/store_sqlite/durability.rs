@@ -133,7 +133,8 @@ async fn g2_nothing_is_written_to_a_file_that_was_replaced() {
     let marked = session.checkpoint(Mark { through: Some(1), ..Mark::default() }).await;
     let opened = trial.store.open(&request()).await.map(drop);
     for answer in [marked, opened] {
-        let is_told = matches!(&answer, Err(error) if error.is_transient() && error.to_string().contains("restart the process"));
+        let is_told =
+            matches!(&answer, Err(error) if error.is_transient() && error.to_string().contains("restart the process"));
         assert!(is_told, "{answer:?}");
     }
 }

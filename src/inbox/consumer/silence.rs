@@ -56,8 +56,8 @@ impl Silence {
 }
 
 impl Shared {
-    /// Asks the database for a sign of life, and returns whether it gave one. `since`: the last one,
-    /// or the start of the work that got no answer.
+    /// Asks the database for a sign of life, and returns whether it gave one. `since`: the last
+    /// one, or the start of the work that got no answer.
     pub(super) async fn ask_for_a_sign(&self, since: Instant) -> bool {
         let why = match timeout(SIGN_MAX, self.store.sign_of_life()).await {
             Ok(Ok(())) => {
