@@ -98,6 +98,13 @@ impl StoreError {
     pub(crate) fn is_untrusted(&self) -> bool {
         matches!(self, Self::Unavailable(error) | Self::Other(error) if classify::is_untrusted(error))
     }
+
+    /// Whether a right, the database or the password of its user is missing.
+    #[cfg(feature = "programs")]
+    #[must_use]
+    pub(crate) fn is_for_a_person(&self) -> bool {
+        matches!(self, Self::Other(error) if classify::needs_a_person(error))
+    }
 }
 
 /// A setting, a name, a key or a stored text that cannot be used. It says why in one sentence, for

@@ -115,11 +115,7 @@ pub async fn open_store_with<S: Store>(
     let (stop, health) = waits.unwrap_or(nobody);
     let mut wait = Wait::new("database", health, stop);
     loop {
-        let connected = tokio::select! {
-            connected = S::connect(&options) => connected,
-            () = stop.cancelled() => return Err(wait.stopped(&name)),
-        };
-        match connected {
+        match wait.answer(&name, S::connect(&options)).await? {
             Ok(store) => return Ok(store),
             Err(error) if error.is_untrusted() => return Err(AppError::not_ready(format!("{name}: {error}"))),
             Err(error) if waits.is_some() && error.is_transient() => wait.on(&format!("{name}: {error}")).await?,
@@ -160,11 +156,7 @@ impl<'a> Wait<'a> {
         F: Future<Output = Result<T, E>>,
     {
         loop {
-            let asked = tokio::select! {
-                asked = ask() => asked,
-                () = self.stop.cancelled() => return Err(self.stopped(name)),
-            };
-            match asked {
+            match self.answer(name, ask()).await? {
                 Ok(answer) => return Ok(answer),
                 Err(error) if is_away(&error) => self.on(&format!("{name}: {error}")).await?,
                 Err(error) => return Err(AppError::from(error).on(name)),
@@ -181,8 +173,17 @@ impl<'a> Wait<'a> {
         Err(self.stopped(why))
     }
 
+    /// Waits for one answer, which may take half a minute; an error if the stop comes before.
+    /// `what` says what was waited for.
+    pub(super) async fn answer<T>(&self, what: &str, asked: impl Future<Output = T>) -> Result<T, AppError> {
+        tokio::select! {
+            answer = asked => Ok(answer),
+            () = self.stop.cancelled() => Err(self.stopped(what)),
+        }
+    }
+
     /// What a program ends with whose stop comes while it waits.
-    pub(super) fn stopped(&self, why: &str) -> AppError {
+    fn stopped(&self, why: &str) -> AppError {
         AppError::stopped(format!("stopped while waiting for the {}: {why}", self.part))
     }
 }

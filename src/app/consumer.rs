@@ -14,7 +14,7 @@ use super::connect::{AnyBroker, Wait, open_broker, open_store_with};
 use super::exit::AppError;
 use super::publisher::{close, ready};
 use crate::broker::{Broker, Subscription};
-use crate::error::{LimitError, StoreError, classify};
+use crate::error::LimitError;
 use crate::inbox::consumer::{Consumer, ConsumerOptions, Handlers, check_start};
 use crate::inbox::sql_handler::{SqlHandler, SqlSpec};
 use crate::message::limits::Limits;
@@ -283,11 +283,7 @@ impl Run<'_> {
             }
             let spec = SqlSpec::from(on);
             let handler = loop {
-                let prepared = tokio::select! {
-                    prepared = SqlHandler::prepare(store, spec.clone()) => prepared,
-                    () = self.stop.cancelled() => return Err(wait.stopped("a handler is prepared")),
-                };
-                match prepared {
+                match wait.answer("a handler is prepared", SqlHandler::prepare(store, spec.clone())).await? {
                     Ok(handler) => break handler,
                     Err(error) if error.is_transient() => wait.on(&error.to_string()).await?,
                     Err(error) => {
@@ -295,8 +291,9 @@ impl Run<'_> {
                             on.kind.as_ref().map_or_else(|| "every other kind".to_owned(), |kind| format!("`{kind}`"));
                         let (name, what) = (&settings.name, "the sql handler of");
                         let said = format!("consumer `{name}`, {what} {of}: {error}");
-                        let is_statement = !matches!(&error, StoreError::Other(why) if classify::needs_a_person(why));
-                        return Err(if is_statement { AppError::usage(said) } else { AppError::not_ready(said) });
+                        // Otherwise the statement is wrong.
+                        let is_refused = error.is_for_a_person();
+                        return Err(if is_refused { AppError::not_ready(said) } else { AppError::usage(said) });
                     }
                 }
             };

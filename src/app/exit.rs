@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use crate::error::{BrokerError, RunError, StoreError, classify};
+use crate::error::{BrokerError, RunError, StoreError};
 
 /// The result of a program, for scripts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,7 +70,7 @@ impl From<StoreError> for AppError {
             | StoreError::SchemaOld { .. }
             | StoreError::SchemaNewer { .. }
             | StoreError::Refused(_) => Exit::NotReady,
-            StoreError::Other(error) if classify::needs_a_person(error) => Exit::NotReady,
+            error if error.is_for_a_person() => Exit::NotReady,
             _ => Exit::Failed,
         };
         Self { message: error.to_string(), exit }

@@ -188,12 +188,7 @@ pub(super) async fn ready<S: Store>(
             store.schema().await?.require()?;
             store.check().await
         };
-        // A connection may take half a minute.
-        let looked = tokio::select! {
-            looked = looked => looked,
-            () = stop.cancelled() => return Err(wait.stopped("its first answer")),
-        };
-        match looked {
+        match wait.answer("its first answer", looked).await? {
             Ok(findings) => match findings.iter().find(|finding| finding.severity == Severity::Waits) {
                 Some(waits) => wait.on(&format!("{name}: {}: {}", waits.name, waits.detail)).await?,
                 None => break findings,

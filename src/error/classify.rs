@@ -60,24 +60,23 @@ pub(crate) fn is_schema_missing(error: &sqlx::Error) -> bool {
     }
 }
 
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+const RIGHT: &str = "give the user of [database] url this right (docs/guides/production.md, Rights)";
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+const DATABASE: &str = "create this database first";
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+const PASSWORD: &str = "correct the user or the password in [database] url";
+
 /// What to do about an error of a server that a person mends: a right, a password or the database
 /// is missing. `None` for any other.
 #[cfg_attr(not(any(feature = "postgres", feature = "mysql")), expect(unused_variables, reason = "SQLite has none"))]
 pub(super) fn remedy(error: &dyn DatabaseError) -> Option<&'static str> {
-    #[cfg(any(feature = "postgres", feature = "mysql"))]
-    const REMEDIES: [&str; 3] = [
-        "give the user of [database] url this right (docs/guides/production.md, Rights)",
-        "create this database first",
-        "correct the user or the password in [database] url",
-    ];
-    #[cfg(any(feature = "postgres", feature = "mysql"))]
-    let [right, database, password] = REMEDIES.map(Some);
     #[cfg(feature = "postgres")]
     if let Some(error) = error.try_downcast_ref::<sqlx::postgres::PgDatabaseError>() {
         return match error.code() {
-            "42501" => right,
-            "3D000" => database,
-            "28P01" => password,
+            "42501" => Some(RIGHT),
+            "3D000" => Some(DATABASE),
+            "28P01" => Some(PASSWORD),
             "28000" => Some("let the user of [database] url in at the server: its role, and pg_hba.conf"),
             _ => None,
         };
@@ -86,9 +85,9 @@ pub(super) fn remedy(error: &dyn DatabaseError) -> Option<&'static str> {
     if let Some(error) = error.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
         return match error.number() {
             // Of a database, a table, a column, a global privilege, a routine.
-            1044 | 1142 | 1143 | 1227 | 1370 => right,
-            1049 => database,
-            1045 | 1698 => password,
+            1044 | 1142 | 1143 | 1227 | 1370 => Some(RIGHT),
+            1049 => Some(DATABASE),
+            1045 | 1698 => Some(PASSWORD),
             _ => None,
         };
     }
@@ -96,7 +95,7 @@ pub(super) fn remedy(error: &dyn DatabaseError) -> Option<&'static str> {
 }
 
 /// Whether a person must mend something at the server before this can succeed.
-#[cfg(feature = "programs")]
+#[cfg(any(feature = "programs", feature = "mysql"))]
 pub(crate) fn needs_a_person(error: &sqlx::Error) -> bool {
     matches!(error, sqlx::Error::Database(database) if remedy(database.as_ref()).is_some())
 }

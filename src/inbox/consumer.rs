@@ -290,14 +290,11 @@ impl Shared {
                 taken_back = self.take_back_unspent(consumer) => taken_back,
                 () = stop.cancelled() => return Ok(RunEnd::Stopped),
             };
-            if let Err(error) = taken_back {
-                self.health.set(&self.part, PartState::Waiting(error.to_string()));
-                if !pace.wait(stop).await {
-                    return Ok(RunEnd::Stopped);
-                }
-                continue;
-            }
-            let error = match self.broker.subscriber(&subscription(&self.options)).await {
+            let subscribed = match taken_back {
+                Ok(()) => self.broker.subscriber(&subscription(&self.options)).await,
+                Err(error) => Err(BrokerError::Session(error.to_string())),
+            };
+            let error = match subscribed {
                 Ok(subscriber) => {
                     let began = tokio::time::Instant::now();
                     let end = intake::run(self, consumer, subscriber, stop).await;

@@ -250,7 +250,7 @@ fn read_only(global: &Variables) -> Finding {
 async fn rights(connection: &mut Bounded<MySql>) -> Result<Finding, StoreError> {
     match sqlx::query("update oncebox_shard set shard_id = shard_id where 1 = 0").run(connection).await {
         Ok(_) => Ok(Finding::ok("rights", "the tables of oncebox may be written")),
-        Err(error) if is_denied(&error) => Ok(Finding::refused(
+        Err(error) if classify::needs_a_person(&error) => Ok(Finding::refused(
             "rights",
             words(&error),
             "grant all privileges on the database to this user (docs/guides/production.md, Rights)",
@@ -261,13 +261,6 @@ async fn rights(connection: &mut Bounded<MySql>) -> Result<Finding, StoreError> 
         }
         Err(error) => Err(error.into()),
     }
-}
-
-/// Whether the user has no right to the table, or to a column of it.
-fn is_denied(error: &sqlx::Error) -> bool {
-    let sqlx::Error::Database(database) = error else { return false };
-    let error = database.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>();
-    error.is_some_and(|error| matches!(error.number(), 1142 | 1143))
 }
 
 fn door(routines: Routines) -> Finding {
