@@ -355,7 +355,8 @@ pub(super) async fn remove(config: &Arc<KafkaConfig>, subscriptions: &[Subscript
                 .ask("deleting kafka topics", async |admin, options| admin.delete_topics(&topics, options).await)?;
             removed(gone)?;
         }
-        // A member that was killed stays in its group until its session ends.
+        // A member that was killed stays in its group until its session ends. The broker that
+        // coordinates a group may still load it, or hand it to another broker.
         let end = Instant::now() + config.session_timeout + client::ASK_DEADLINE;
         for group in groups {
             loop {
@@ -363,7 +364,7 @@ pub(super) async fn remove(config: &Arc<KafkaConfig>, subscriptions: &[Subscript
                     admin.delete_groups(&[group], options).await
                 })?;
                 match gone.first() {
-                    Some(Err((_, RDKafkaErrorCode::NonEmptyGroup))) if Instant::now() < end => {
+                    Some(Err((_, code))) if passes(*code) && Instant::now() < end => {
                         std::thread::sleep(Duration::from_millis(100));
                     }
                     _ => break removed(gone)?,
@@ -373,6 +374,12 @@ pub(super) async fn remove(config: &Arc<KafkaConfig>, subscriptions: &[Subscript
         Ok(())
     })
     .await
+}
+
+/// Whether a group that cannot be deleted now can be deleted a little later.
+fn passes(code: RDKafkaErrorCode) -> bool {
+    use RDKafkaErrorCode::{CoordinatorLoadInProgress, CoordinatorNotAvailable, NonEmptyGroup, NotCoordinator};
+    matches!(code, NonEmptyGroup | CoordinatorLoadInProgress | CoordinatorNotAvailable | NotCoordinator)
 }
 
 fn removed(answers: Vec<Result<String, (String, RDKafkaErrorCode)>>) -> Result<(), BrokerError> {
