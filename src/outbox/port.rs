@@ -209,6 +209,9 @@ pub trait Outbox: Debug + Send + Sync {
 /// Do not drop the future of a method before it is done, unless you drop the session with it.
 #[async_trait]
 pub trait RelaySession: Debug + Send {
+    /// The epoch of this lease: one more than that of the lease before it, whoever had it.
+    fn epoch(&self) -> i64;
+
     /// Reads up to `rows_max` new rows in one snapshot, fewer where they reach `read_bytes` of the
     /// request. It is fenced: the same statement checks the epoch.
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError>;

@@ -71,9 +71,26 @@ struct Memory {
     /// True where the database refused a read or a mark, and nothing was marked since. A read that
     /// succeeds does not show that a mark can be made.
     refused: bool,
+    /// The epoch of the last session.
+    epoch: Option<i64>,
 }
 
 impl Memory {
+    /// Forgets what was concluded of rows and topics. Another owner draws its own conclusions, and
+    /// an operator may have redriven a row that ours are about.
+    fn forget_conclusions(&mut self) {
+        *self = Self { refused: self.refused, doubts: self.doubts, epoch: self.epoch, ..Self::default() };
+    }
+
+    /// Notes the epoch of a session that begins. A gap means that another owner came and went
+    /// unseen, while the database was away from this relay only.
+    fn begins(&mut self, epoch: i64) {
+        if self.epoch.is_some_and(|last| epoch != last + 1) {
+            self.forget_conclusions();
+        }
+        self.epoch = Some(epoch);
+    }
+
     /// Whether a session may be shown as ready. Where it may not, it first marks something, or
     /// finds that nothing is left to do.
     fn may_be_ready(&self) -> bool {
@@ -208,6 +225,7 @@ impl Relay {
             }
             match self.store.open(&request).await {
                 Ok(LeaseAnswer::Taken(session)) => {
+                    memory.begins(session.epoch());
                     if memory.may_be_ready() {
                         self.health.set(&self.part, PartState::Ready);
                     }
@@ -219,9 +237,7 @@ impl Relay {
                     for trouble in [TOPICS, GAPS, HOUSEKEEPING] {
                         self.health.trouble(&self.part, trouble, None);
                     }
-                    // That owner draws its own conclusions. An operator may redrive a row that ours
-                    // are about.
-                    *memory = Memory { refused: memory.refused, doubts: memory.doubts, ..Memory::default() };
+                    memory.forget_conclusions();
                     let wait = left.min(self.options.lease / 4).max(Duration::from_millis(50));
                     if !sleep_unless(stop, wait).await {
                         return Ok(None);

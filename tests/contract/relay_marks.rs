@@ -67,6 +67,10 @@ impl<S: Outbox> Outbox for Counted<S> {
 
 #[async_trait]
 impl RelaySession for CountedSession {
+    fn epoch(&self) -> i64 {
+        self.session.epoch()
+    }
+
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
         let read = self.session.read(rows_max).await?;
         self.counts.reads.fetch_add(usize::from(!read.rows.is_empty()), Ordering::SeqCst);

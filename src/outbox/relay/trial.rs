@@ -145,6 +145,8 @@ struct Lane {
     orders: mpsc::UnboundedSender<Order>,
     /// Topics of the current round.
     under_way: HashSet<String>,
+    /// Rows that were given to the current round.
+    rows: HashSet<i64>,
     /// Most topics of a round. It is halved after a round that was lost, so that the row that ends
     /// sessions, or the topic that the broker does not answer for, is found.
     width: usize,
@@ -159,7 +161,8 @@ impl Lane {
         let (broker, answers) = (Arc::clone(broker), answers.clone());
         let trier = Trier { broker, declare, publisher: None, next_tag: 0, lane, answers };
         let task = task::spawn(trier.run(received));
-        Self { orders, under_way: HashSet::new(), width: usize::MAX, was_lost: false, task }
+        let (under_way, rows) = (HashSet::new(), HashSet::new());
+        Self { orders, under_way, rows, width: usize::MAX, was_lost: false, task }
     }
 }
 
@@ -270,7 +273,13 @@ impl Trials {
 
     /// Gives a lane the first rows of topics that exist; one without a row is tried another time.
     pub(super) fn give(&mut self, lane: usize, rows: Vec<(i64, OutgoingMessage)>) {
+        self.lanes[lane].rows.extend(rows.iter().map(|(position, _)| *position));
         let _ = self.lanes[lane].orders.send(Order::Send(rows));
+    }
+
+    /// Whether a trial that is not over has this row: the broker may take it yet.
+    pub(super) fn has(&self, position: i64) -> bool {
+        self.lanes.iter().any(|lane| lane.rows.contains(&position))
     }
 
     /// Waits until a trial has an answer.
@@ -293,6 +302,7 @@ impl Trials {
                 Answer::There(topics) => return Some((lane, TrialResult::There(topics))),
                 Answer::Over => {
                     let round = &mut self.lanes[lane];
+                    round.rows.clear();
                     let topics = round.under_way.len();
                     let was_lost = std::mem::take(&mut round.was_lost);
                     round.width = if was_lost { (topics / 2).max(1) } else { round.width.saturating_mul(2) };

@@ -8,8 +8,9 @@
 //!   table or in the window. A topic is diverted while a row held for its destination is there.
 //!   Both are derived from the rows, so no flag can be left over.
 //! * Rows are counted by position: a row that is diverted, loaded again or released counts once.
-//! * A row behind a dead row is held *behind it* even when its topic is blocked too. So the return
-//!   of the destination does not release it.
+//! * A row behind a dead row is held *behind it* even when its topic is blocked too, or was blocked
+//!   when the row was held. So the return of the destination does not release it, and it does not
+//!   divert the topic, whose other keys go on.
 //! * A row is *on its way back* when this session sent it, proved it or is to discard it, and it is
 //!   still in the table. When all held rows of a key or topic are on their way back, the next row
 //!   is sent after them: within a session the broker takes a prefix of what was sent (R15).
@@ -22,7 +23,7 @@
 //! this module, and the bound on held rows (`held_rows_max`), which is compared with
 //! [`len`](Diversion::len).
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Why a row is not sent to the broker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -50,7 +51,7 @@ pub(crate) struct Diversion {
     rows: BTreeMap<i64, DivertedRow>,
     topics: HashMap<String, Topic>,
     /// The positions that are on their way back.
-    on_way: HashSet<i64>,
+    on_way: BTreeSet<i64>,
 }
 
 #[derive(Debug, Default)]
@@ -123,13 +124,26 @@ impl Diversion {
 
     /// Adds a diverted row, or changes its reason: a held row is now dead, or a dead row was
     /// redriven and is held.
-    pub(crate) fn divert(&mut self, row: DivertedRow) {
+    pub(crate) fn divert(&mut self, mut row: DivertedRow) {
         self.leave(row.position);
         let topic = self.topics.entry(row.topic.clone()).or_default();
-        topic.blocked += usize::from(row.why == Diverted::Destination);
         if let Some(key) = &row.key {
-            topic.keys.entry(key.clone()).or_default().of(row.why).insert(row.position);
+            let key = topic.keys.entry(key.clone()).or_default();
+            if row.why == Diverted::Destination && key.dead.first().is_some_and(|&dead| dead < row.position) {
+                row.why = Diverted::BehindDead;
+            }
+            key.of(row.why).insert(row.position);
+            if row.why == Diverted::Dead {
+                let behind = key.destination.split_off(&row.position);
+                topic.blocked -= behind.len();
+                topic.on_way -= behind.intersection(&self.on_way).count();
+                for position in &behind {
+                    self.rows.entry(*position).and_modify(|row| row.why = Diverted::BehindDead);
+                }
+                key.behind_dead.extend(behind);
+            }
         }
+        topic.blocked += usize::from(row.why == Diverted::Destination);
         self.rows.insert(row.position, row);
     }
 
@@ -301,6 +315,31 @@ mod tests {
         diversion.divert(row(2, "payments", Some("b"), Diverted::Dead));
         assert_eq!(diversion.decide("payments", Some("b")), Some(Diverted::BehindDead));
         assert_eq!(diversion.releasable(|_| true).count(), 0, "row 3 stands behind the dead one, whatever its reason");
+    }
+
+    /// Shown by: counting the row that stands behind the dead one as held for its destination. Each
+    /// new row of the topic then goes through the table, until an operator acts.
+    #[test]
+    fn r17_a_row_that_turns_out_dead_leaves_the_other_keys_of_its_topic_alone() {
+        let held = |position| row(position, "payments", Some("b"), Diverted::Destination);
+        let mut diversion = Diversion::load([held(2), held(3), held(4)]);
+        assert!(diversion.goes(2) && diversion.goes(3));
+        diversion.divert(row(2, "payments", Some("b"), Diverted::Dead));
+        assert_eq!(diversion.decide("payments", Some("a")), None);
+        assert_eq!(diversion.decide("payments", Some("b")), Some(Diverted::BehindDead));
+        assert_eq!(diversion.blocked_topics().count(), 0);
+        diversion.stays(3);
+        diversion.divert(held(3));
+        assert!(!diversion.blocks("payments"), "it stands behind the dead one again");
+        // The same after a start: the table has the reasons for which the rows were held.
+        let dead = row(2, "payments", Some("b"), Diverted::Dead);
+        let mut diversion = Diversion::load([dead, held(3)]);
+        assert_eq!(diversion.decide("payments", None), None);
+        diversion.leave(2);
+        assert_eq!(diversion.decide("payments", Some("b")), Some(Diverted::BehindDead));
+        assert_eq!(diversion.releasable(|_| true).map(|row| row.position).collect::<Vec<_>>(), [3]);
+        diversion.leave(3);
+        assert!(diversion.is_empty() && diversion.topics.is_empty());
     }
 
     #[test]

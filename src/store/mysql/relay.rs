@@ -102,6 +102,10 @@ impl Outbox for MySqlStore {
 
 #[async_trait]
 impl RelaySession for MySqlSession {
+    fn epoch(&self) -> i64 {
+        self.fence.epoch
+    }
+
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
         let rows_max = rows_max.min(self.rows_max);
         let in_flight = runs(self.in_flight.iter().copied());

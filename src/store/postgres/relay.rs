@@ -188,14 +188,18 @@ impl Outbox for PostgresStore {
 
 /// The settings that a relay session needs. Ordered index scans are the only good plan of the read,
 /// so all others are switched off, whatever the statistics say.
+///
+/// A wait for a lock ends before its statement does. PostgreSQL reports the timeout that ends
+/// first, and a lock that is not free is waited for: the transaction of a former owner may hang in
+/// its COMMIT, for a synchronous standby for example.
 pub(super) fn settings(timeout: Duration) -> String {
-    let timeout = timeout.as_millis();
+    let (timeout, lock) = (timeout.as_millis(), (timeout - timeout / 8).as_millis());
     format!(
         "{SYNCHRONOUS};
          set row_security = off;
          set plan_cache_mode = force_generic_plan;
          set enable_seqscan = off; set enable_bitmapscan = off; set enable_sort = off; set jit = off;
-         set statement_timeout = {timeout}"
+         set statement_timeout = {timeout}; set lock_timeout = {lock}"
     )
 }
 
@@ -225,6 +229,10 @@ pub(super) struct PostgresSession {
 
 #[async_trait]
 impl RelaySession for PostgresSession {
+    fn epoch(&self) -> i64 {
+        self.fence.epoch
+    }
+
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
         self.watch_locks().await?;
         let plan = self.cursor.begin_read();

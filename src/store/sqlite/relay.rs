@@ -118,6 +118,10 @@ impl SqliteSession {
 
 #[async_trait]
 impl RelaySession for SqliteSession {
+    fn epoch(&self) -> i64 {
+        self.fence.epoch
+    }
+
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
         // One row more than asked for tells whether there are more.
         let read = query(READ);

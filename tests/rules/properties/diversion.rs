@@ -42,6 +42,8 @@ fn step() -> impl Strategy<Value = Step> {
 struct Shard {
     diversion: Diversion,
     table: BTreeMap<i64, DivertedRow>,
+    /// The rows of which the database says that they are held for their destination.
+    for_destination: BTreeSet<i64>,
     bad: BTreeSet<i64>,
     blocked: BTreeSet<String>,
     published: Vec<DivertedRow>,
@@ -67,13 +69,41 @@ impl Shard {
     }
 
     fn divert(&mut self, row: DivertedRow) {
+        if row.why == Diverted::Destination {
+            self.for_destination.insert(row.position);
+        } else {
+            self.for_destination.remove(&row.position);
+        }
         self.table.insert(row.position, row.clone());
+        self.stand_behind();
         self.diversion.divert(row);
+    }
+
+    /// What stands behind a dead row of its key is held behind it, whatever it was held for.
+    fn stand_behind(&mut self) {
+        let dead: Vec<_> = self.table.values().filter(|row| row.why == Diverted::Dead).cloned().collect();
+        for row in self.table.values_mut().filter(|row| row.why == Diverted::Destination && row.key.is_some()) {
+            let is_before =
+                |dead: &DivertedRow| dead.topic == row.topic && dead.key == row.key && dead.position < row.position;
+            if dead.iter().any(is_before) {
+                row.why = Diverted::BehindDead;
+            }
+        }
     }
 
     fn leave(&mut self, position: i64) {
         self.diversion.leave(position);
         self.table.remove(&position);
+        self.for_destination.remove(&position);
+    }
+
+    /// Loads what the database has: the reasons for which the rows were held.
+    fn restart(&mut self) {
+        for position in &self.for_destination {
+            self.table.entry(*position).and_modify(|row| row.why = Diverted::Destination);
+        }
+        self.diversion = Diversion::load(self.table.values().rev().cloned());
+        self.stand_behind();
     }
 
     /// The broker takes a row, or refuses it: it stays, or comes, into the table.
@@ -133,7 +163,7 @@ impl Shard {
                 self.leave(row.position);
             }
             Step::Release(count) => self.release(*count),
-            Step::Restart => self.diversion = Diversion::load(self.table.values().rev().cloned()),
+            Step::Restart => self.restart(),
         }
         assert_eq!(self.diversion.len(), self.table.len());
         assert!(self.diversion.rows().eq(self.table.values()), "rows by position, each once");
