@@ -40,7 +40,7 @@ mod unspent;
 mod verdict;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
@@ -272,7 +272,11 @@ impl Shared {
                     self.health.set(&self.part, PartState::Waiting(error.to_string()));
                     tokio::time::sleep(pace.next_wait()).await;
                 }
-                ended => return ended,
+                ended => {
+                    // What an operator did during an earlier run does not end this one.
+                    self.is_forgotten.store(false, Ordering::Relaxed);
+                    return ended;
+                }
             }
         }
     }

@@ -321,6 +321,7 @@ macro_rules! store_conformance {
                 a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_reads_its_topic,
                 r25_only_a_head_is_due_next,
                 r25_what_was_never_tried_of_a_key_is_leased_with_its_head,
+                g11_what_is_leased_behind_a_head_is_bounded_in_bytes,
                 r25_a_key_is_woken_when_its_head_went_while_one_came_to_stand_behind_it,
                 r22_a_lease_that_ends_later_than_any_lease_can_is_over,
                 a_lease_that_ended_is_taken_over_and_the_old_one_finishes_nothing,

@@ -24,6 +24,9 @@ use crate::message::OutgoingMessage;
 const PATIENCE: Duration = Duration::from_secs(60);
 // Polling after each message would cost more than the rest; the client's own examples do the same.
 const POLL_EVERY: usize = 256;
+// How long a wait for reports takes at a time. With whole milliseconds it would never pause (see
+// `POLL` of the publisher), and take a core from the broker beside it.
+const WAIT: Duration = Duration::from_micros(1_050);
 
 #[derive(Default)]
 struct Counts {
@@ -92,7 +95,7 @@ fn send_all(raw: &RawProducer, messages: &[OutgoingMessage]) -> Result<(), Broke
             if !matches!(error, KafkaError::MessageProduction(RDKafkaErrorCode::QueueFull)) {
                 return Err(BrokerError::Session(format!("the raw producer: {error}")));
             }
-            producer.poll(Duration::from_millis(1));
+            producer.poll(WAIT);
             record = back;
         }
         if at % POLL_EVERY == POLL_EVERY - 1 {
@@ -114,7 +117,7 @@ fn send_all(raw: &RawProducer, messages: &[OutgoingMessage]) -> Result<(), Broke
         if moved.elapsed() > PATIENCE {
             return Err(BrokerError::Unavailable("the broker says nothing to the raw producer".to_owned()));
         }
-        producer.poll(Duration::from_millis(1));
+        producer.poll(WAIT);
     }
 }
 

@@ -59,6 +59,7 @@ impl KafkaSubscriber {
             tracing::warn!(%error, "kafka topics could not be created; the consumer waits for them");
         }
         let (open, asking) = (Arc::clone(&shared), Arc::clone(config));
+        let opening = Opening(Some(Arc::clone(&shared)));
         let (consumer, ended) = blocking::run(move || {
             let consumer = BaseConsumer::from_config_and_context(&settings, context)
                 .map_err(|error| properties::refused(&error))?;
@@ -73,7 +74,26 @@ impl KafkaSubscriber {
             Ok((weak, ended))
         })
         .await?;
+        opening.is_done();
         Ok(Self { shared, events, consumer, ended, config: Arc::clone(config), unbegun: Vec::new() })
+    }
+}
+
+/// What is opening. Where the caller does not wait for it to end, it joins the group all the same:
+/// dropped, this makes it leave.
+struct Opening(Option<Arc<PollerState>>);
+
+impl Opening {
+    fn is_done(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Opening {
+    fn drop(&mut self) {
+        if let Some(shared) = self.0.take() {
+            shared.close();
+        }
     }
 }
 
@@ -308,9 +328,9 @@ fn offsets(
         let note = committed.find_partition(&source.place, source.partition).ok_or_else(unknown)?;
         note.error().map_err(failed)?;
         let (topic_id, committed) = (shared.reports.topic_id(&source.place), of(&committed, source));
-        // It begins where the group stands. Once it has a leader, an offset that it does not have
-        // ends the session, and the next one finds out why.
-        if away.contains(source) && committed.is_some() {
+        // It begins where the group or the database stands, else at the first record. Once it has a
+        // leader, an offset that it does not have ends the session, and the next one finds out why.
+        if away.contains(source) {
             return Ok(BrokerOffsets { topic_id, committed, first: 0, end: UNKNOWN_END });
         }
         Ok(BrokerOffsets {

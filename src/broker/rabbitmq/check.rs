@@ -79,7 +79,8 @@ async fn exchange(topology: &mut Topology<'_>) -> Result<Finding, BrokerError> {
     let exchange = &topology.config.exchange;
     let name = format!("exchange {exchange}");
     if !topology.exchange_exists(exchange).await? {
-        let remedy = "start `publisher` or `consumer`, which declares it; a consumer that runs does so within a minute";
+        let remedy =
+            "start `publisher` or `consumer`, which declares it; a consumer that runs does so within two minutes";
         return Ok(Finding::warning(name, "not there yet", remedy));
     }
     // The exchange exists, so declaring it only compares its properties.

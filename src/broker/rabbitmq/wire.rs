@@ -1,7 +1,8 @@
 //! CloudEvents over AMQP 0.9.1: from a message to properties and headers, and back.
 //!
 //! Guarantees: payload bytes are never changed. The application's headers are sent as long strings.
-//! A header of any type from another publisher is received as readable bytes.
+//! A header of any type from another publisher is received as bytes: text and byte arrays as they
+//! are, any other type as readable text.
 //!
 //! Source: CloudEvents AMQP binding 1.0.2 with the prefix `cloudEvents_`, here as headers of AMQP
 //! 0.9.1.
@@ -46,6 +47,7 @@ pub(super) fn properties(message: &OutgoingMessage, source: &str) -> Result<Basi
         .with_app_id(short("the source", source)?)
         .with_content_type(short("the content type", &message.content_type)?)
         .with_timestamp(u64::try_from(message.created_at.timestamp()).unwrap_or_default())
+        // Persistent: it survives a restart of the server.
         .with_delivery_mode(2)
         .with_headers(headers))
 }
@@ -55,6 +57,8 @@ pub(super) fn short(what: &str, text: &str) -> Result<ShortString, String> {
     ShortString::try_new(text).map_err(|_| format!("{what} has {} bytes, AMQP carries at most 255", text.len()))
 }
 
+/// Converts a delivery. For id and kind a property counts before a header, for source and time the
+/// header. The `offset` is the delivery tag, which is valid on its channel only.
 pub(super) fn arrived(delivery: Delivery, queue: &str) -> Arrived {
     let properties = delivery.properties;
     let headers: Vec<(String, Vec<u8>)> = properties

@@ -72,8 +72,8 @@ impl Item {
 
     /// How the item is to run (R26). `known`: whether the inbox has it. An item that was set aside
     /// is judged again: it stays suspect, and takes no suspicion that others may need.
-    pub(super) fn judge(&mut self, known: bool, has_none_to_spare: bool) -> Run {
-        let facts = Facts { known, redelivered: self.redelivered, has_none_to_spare };
+    pub(super) fn judge(&mut self, known: bool, may_not_be_blamed: bool) -> Run {
+        let facts = Facts { known, redelivered: self.redelivered, may_not_be_blamed };
         let run = match self.was_judged {
             true => Suspicion::closed().judge(facts),
             false => self.source.with_suspicion(|suspicion| suspicion.judge(facts)),

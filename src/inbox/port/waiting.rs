@@ -79,8 +79,8 @@ pub trait Waiting: Debug + Send + Sync {
     ) -> Result<Option<LeasedMessage>, StoreError>;
 
     /// Leases the messages directly behind a leased head, in order, under the same lease, at most
-    /// `limit`. It stops before the first message that was tried or leased before, is dead and
-    /// holds, or has a kind outside the scope.
+    /// `limit`, and a few megabytes of payload in all (G11). It stops before the first message that
+    /// was tried or leased before, is dead and holds, or has a kind outside the scope.
     async fn lease_behind(
         &self,
         consumer: ConsumerId,

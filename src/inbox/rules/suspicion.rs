@@ -8,7 +8,7 @@
 //! * A message that kills the process comes again as one of the first `max_in_flight` deliveries
 //!   that the inbox does not know, in a partition that was not closed cleanly, or with the
 //!   redelivered flag. So it is counted from its second delivery on, and it is dead after
-//!   `attempts_max` + 1 kills.
+//!   `attempts_max` + 1 kills. One exception takes one more: see [`Suspicion::found_open`].
 //! * After one death suspects run in batches, and one transaction counts their attempts: most of
 //!   them only happened to be in flight. A message that was counted and comes again was in flight
 //!   at a second death too. It runs alone, so that no other message is counted for its fault.
@@ -24,9 +24,9 @@ pub(crate) struct Facts {
     pub known: bool,
     /// The broker says that it was delivered before.
     pub redelivered: bool,
-    /// An attempt of it was counted already, or the retry policy allows only one attempt. So no
-    /// further attempt of it may be counted for the fault of another message.
-    pub has_none_to_spare: bool,
+    /// An attempt of it was counted already, or the retry policy allows only one attempt. It runs
+    /// alone then, so that no death that another message caused is counted for it.
+    pub may_not_be_blamed: bool,
 }
 
 /// How a delivery runs.
@@ -55,9 +55,9 @@ impl Suspicion {
     }
 
     /// The assignment row was found open: an owner died. At most `max_in_flight` deliveries that
-    /// the inbox does not know ran or waited for their turn then. Messages that stood aside did not
-    /// run. If such messages come first now, a killer behind them is counted one death later,
-    /// because the messages before it in its lane are done by then.
+    /// the inbox does not know were running or queued then. Messages that were set aside had not
+    /// run. If they come first now, they are suspected instead of the killer behind them. It is
+    /// counted after the next death, because the messages before it in its lane are done by then.
     pub(crate) fn found_open(max_in_flight: usize) -> Self {
         Self { unknown_left: max_in_flight }
     }
@@ -69,7 +69,7 @@ impl Suspicion {
         self.unknown_left -= usize::from(among_first);
         match !facts.known && (facts.redelivered || among_first) {
             false => Run::InBatch,
-            true if facts.has_none_to_spare => Run::Alone,
+            true if facts.may_not_be_blamed => Run::Alone,
             true => Run::Counted,
         }
     }
@@ -84,10 +84,10 @@ impl Suspicion {
 mod tests {
     use super::*;
 
-    const NEW: Facts = Facts { known: false, redelivered: false, has_none_to_spare: false };
+    const NEW: Facts = Facts { known: false, redelivered: false, may_not_be_blamed: false };
 
     #[test]
-    fn r26_without_suspicion_nothing_is_counted() {
+    fn r26_in_a_closed_partition_only_a_redelivered_message_is_counted() {
         let mut suspicion = Suspicion::closed();
         for _ in 0..100 {
             assert_eq!(suspicion.judge(NEW), Run::InBatch);
@@ -114,7 +114,7 @@ mod tests {
     #[test]
     fn r26_what_was_counted_before_runs_alone() {
         let mut suspicion = Suspicion::found_open(1);
-        let counted = Facts { has_none_to_spare: true, ..NEW };
+        let counted = Facts { may_not_be_blamed: true, ..NEW };
         assert_eq!(suspicion.judge(counted), Run::Alone);
         assert_eq!(suspicion.judge(Facts { redelivered: true, ..counted }), Run::Alone);
         assert_eq!(suspicion.judge(counted), Run::InBatch, "not suspected");
@@ -123,7 +123,7 @@ mod tests {
     #[test]
     fn r26_a_duplicate_is_never_counted_because_no_handler_runs() {
         let mut suspicion = Suspicion::found_open(1);
-        assert_eq!(suspicion.judge(Facts { known: true, redelivered: true, has_none_to_spare: true }), Run::InBatch);
+        assert_eq!(suspicion.judge(Facts { known: true, redelivered: true, may_not_be_blamed: true }), Run::InBatch);
         assert!(suspicion.is_active(), "and it takes nothing from the count");
     }
 }

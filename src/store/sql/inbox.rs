@@ -132,7 +132,9 @@ const STOOD: &str = "select a.state = 'open', a.topic_id, a.next_offset, \
 const OPEN: &str = "update oncebox.assignment set state = 'open', owner = :owner, changed_at = {clock} \
     where consumer_id = :consumer and topic = :topic and partition_no = :partition";
 
-const KEEP: &str = "update oncebox.assignment set topic_id = :topic_id, next_offset = :next, changed_at = {clock}, \
+/// A broker that does not give the id of the topic in time does not erase the one that is known:
+/// by it a topic is recognised that was made anew.
+const KEEP: &str = "update oncebox.assignment set topic_id = coalesce(:topic_id, topic_id), next_offset = :next, changed_at = {clock}, \
       id_rule = (select c.id_rule from oncebox.consumer c where c.consumer_id = :consumer) \
     where consumer_id = :consumer and topic = :topic and partition_no = :partition and owner = :owner";
 
@@ -145,7 +147,7 @@ const TAKE_BACK_ROW: &str = "update oncebox.assignment set state = 'open', owner
       and topic_id {pg: is not distinct from}{my: <=>}{lite: is} :topic_id)";
 
 const CLOSE: &str = "update oncebox.assignment set state = 'closed', owner = null, changed_at = {clock} \
-      {if next: , topic_id = :topic_id, next_offset = :next} \
+      {if next: , topic_id = coalesce(:topic_id, topic_id), next_offset = :next} \
     where consumer_id = :consumer and topic = :topic and partition_no = :partition and owner = :owner";
 
 async fn has_stored<S: OwnInbox>(store: &S, consumer: ConsumerId, rows: usize, all: bool) -> Result<bool, StoreError> {

@@ -123,6 +123,17 @@ pub(in crate::store) const BEHIND: &str = concat!(
     " order by w.sequence limit :most"
 );
 
+/// The sizes of the payloads of these rows.
+pub(in crate::store) const BEHIND_BYTES: &str = concat!(
+    "select {pg my: octet_length(w.payload)}{lite: length(w.payload)} from oncebox.waiting w {my: force index (waiting_lane)} \
+      where w.consumer_id = :consumer and w.lane_id = :lane and w.sequence > :head",
+    and_orders!("w"),
+    " order by w.sequence limit :most"
+);
+
+/// Rows are leased behind a head up to this many bytes of payload. Each retrier may hold as many.
+const BEHIND_BYTES_MAX: u64 = 8 << 20;
+
 const LEASE_BEHIND: &str = update_rows!(
     "lease = :lease, due_at = {now} + {span :length}",
     "w.state = 'waiting' and w.attempts = 0 and w.lease is null and w.due_at is null"
@@ -246,17 +257,29 @@ impl<S: OwnInbox> Waiting for S {
         lease: &RowLease,
     ) -> Result<Vec<LeasedMessage>, StoreError> {
         let Some(lane) = head.message.lane_id().filter(|_| limit > 0) else { return Ok(Vec::new()) };
-        let behind = in_scope(BEHIND, consumer, scope)
-            .bind("lane", Uuid::from_bytes(lane))
-            .bind("head", head.sequence)
-            .bind("most", limit);
+        let of_lane = |statement: Statement, most: usize| {
+            statement.bind("lane", Uuid::from_bytes(lane)).bind("head", head.sequence).bind("most", most)
+        };
+        let mut reader = self.reader().await?;
+        let sizes = of_lane(sql(BEHIND_BYTES).bind("consumer", consumer), limit);
+        let sizes: Vec<u64> = reader.column(sizes).await?;
+        let fits = |bytes: &mut u64, size: u64| {
+            *bytes += size;
+            (*bytes <= BEHIND_BYTES_MAX).then_some(())
+        };
+        let most = sizes.into_iter().scan(0, fits).count();
+        if most == 0 {
+            return Ok(Vec::new());
+        }
         let mut run = Vec::new();
-        for row in self.reader().await?.rows(behind).await? {
+        for row in reader.rows(of_lane(in_scope(BEHIND, consumer, scope), most)).await? {
             if row.get_bool(1)? != Some(true) {
                 break;
             }
             run.push(leased_of(&*row, lease, false)?);
         }
+        // The pool may have only one connection.
+        drop(reader);
         if run.is_empty() {
             return Ok(run);
         }

@@ -68,6 +68,7 @@ async fn r25_no_poll_and_no_batch_walks_over_a_table() {
         ("next due", words(waiting::NEXT_DUE)),
         ("due head", words(waiting::DUE_HEAD)),
         ("behind a head", words(waiting::BEHIND)),
+        ("the sizes behind a head", words(waiting::BEHIND_BYTES)),
         ("lease", words(waiting::LEASE)),
         ("bury", words(waiting::BURY)),
         ("remove what was buried", words(waiting::REMOVE_BURIED)),

@@ -16,11 +16,11 @@ proptest! {
     ) {
         let mut suspicion = found_open.map_or_else(Suspicion::closed, Suspicion::found_open);
         let mut unknown = 0;
-        for (known, redelivered, has_none_to_spare) in deliveries {
+        for (known, redelivered, may_not_be_blamed) in deliveries {
             let among_first = !known && unknown < found_open.unwrap_or(0);
-            let run = suspicion.judge(Facts { known, redelivered, has_none_to_spare });
+            let run = suspicion.judge(Facts { known, redelivered, may_not_be_blamed });
             let suspect = !known && (redelivered || among_first);
-            let counted = if has_none_to_spare { Run::Alone } else { Run::Counted };
+            let counted = if may_not_be_blamed { Run::Alone } else { Run::Counted };
             prop_assert_eq!(run, if suspect { counted } else { Run::InBatch });
             unknown += usize::from(!known);
             prop_assert_eq!(suspicion.is_active(), unknown < found_open.unwrap_or(0));

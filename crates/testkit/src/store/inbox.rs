@@ -427,6 +427,16 @@ pub async fn a_position_is_remembered_until_a_later_one_is_told<F: Fixture>(tria
     store.keep_positions(consumer, &[(third, position("b", 0))]).await.unwrap();
     let opened = store.open_assignment(consumer, &holding("payments", 0)).await.unwrap();
     assert_eq!(opened.position, Some(position("b", 0)));
+    // A broker that does not give the id of the topic in time does not erase it.
+    let late = holding("payments", 0);
+    let without_id = |next| Position { topic_id: None, next };
+    store.open_assignment(consumer, &late).await.unwrap();
+    store.keep_positions(consumer, &[(late.clone(), without_id(7))]).await.unwrap();
+    let opened = store.open_assignment(consumer, &late).await.unwrap();
+    assert_eq!(opened.position, Some(position("b", 7)));
+    store.close_assignment(consumer, &late, Some(&without_id(8))).await.unwrap();
+    let opened = store.open_assignment(consumer, &holding("payments", 0)).await.unwrap();
+    assert_eq!(opened.position, Some(position("b", 8)));
 }
 
 /// The id rule of the stored position shows whether offsets that are given again are new ids. Only

@@ -56,7 +56,8 @@ async fn three_of_each<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, keys:
     }
 }
 
-/// Two messages of a key are never leased at once.
+/// `lease_due` leases the head of a key alone. While the head is leased, it leases no other message
+/// of that key.
 pub async fn r25_only_the_head_of_a_key_is_leased<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let other = trial.consumer("other").await;
@@ -116,8 +117,8 @@ async fn lease_two<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId) -> [Lease
     [head, behind.remove(0)]
 }
 
-/// A handler commits before the proof: its messages are dead at their places, before those behind
-/// them, with the tries of each, and nobody has woken the key. With `holds` it stays held.
+/// A handler commits by itself before `prove` was called. Its messages are dead then, each with its
+/// own count of tries, and nobody has woken the key. With `holds` the key stays blocked.
 pub async fn r23_what_is_committed_before_the_proof_is_dead_at_its_place<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     for (key, holds) in [("hold", true), ("skip", false)] {
@@ -145,9 +146,9 @@ pub async fn r23_what_is_committed_before_the_proof_is_dead_at_its_place<F: Fixt
     assert_eq!(dead, expected.map(|(payload, attempts, behind)| (payload, attempts, behind, ENDED)));
 }
 
-/// There is only one dead row for a message. A copy that was refused has no inbox row, so it makes
-/// room for the message. Another dead copy stays, and the message is removed. Neither fails,
-/// whatever the handler does then. Shown by: the refused copy stayed.
+/// A message has at most one dead row. If there is a dead copy when `bury` runs: one that was
+/// refused has no inbox row and is deleted; with any other, the message is removed and the copy
+/// stays. Neither fails, whatever the handler does then. Shown by: keeping the refused copy.
 pub async fn a_message_with_a_dead_copy_is_dead_once<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let cases: [(&str, &str, &[&str]); 4] = [
@@ -316,6 +317,19 @@ pub async fn a_postponed_message_keeps_its_tries_and_a_returned_one_does_not<F: 
     assert!(trial.store.postpone(&third, Duration::from_secs(3_600), "no").await.unwrap());
     assert!(lease(trial, consumer).await.is_empty());
     assert!(!trial.store.postpone(&third, Duration::ZERO, "again").await.unwrap(), "the lease is gone");
+}
+
+/// Shown by: a bound in rows alone (each retrier held 100 messages of any size).
+pub async fn g11_what_is_leased_behind_a_head_is_bounded_in_bytes<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    trial.park(consumer, &message("a", "a1"), due()).await;
+    for _ in 0..4 {
+        trial.park(consumer, &message("a", &"x".repeat(3 << 20)), ParkAs::Behind).await;
+    }
+    let lease = RowLease::new(LEASE);
+    let head = trial.store.lease_due(consumer, &everything(), &lease).await.unwrap().unwrap();
+    let behind = trial.store.lease_behind(consumer, &head, &everything(), 9, &lease).await.unwrap();
+    assert_eq!(behind.len(), 2, "of 3 MiB each");
 }
 
 /// Messages that were never tried are leased together with the head of their key. They are

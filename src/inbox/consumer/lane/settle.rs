@@ -120,7 +120,8 @@ fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
         text.truncate(text.floor_char_boundary(SHORT_MAX));
     }
     (message.payload, message.headers) = (Vec::new(), Vec::new());
-    (message.content_type, message.trace) = (None, None);
+    // Another producer may have given a time that is out of the range of the database.
+    (message.content_type, message.trace, message.time) = (None, None, None);
     let place = &message.coordinates;
     let said = error.map(|error| format!("; before that: {error}")).unwrap_or_default();
     let error = format!("the database does not take it: {why}; its content is only in the broker, at {place}{said}");
