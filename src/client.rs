@@ -53,7 +53,8 @@ use crate::time::breaker::BreakerOptions;
 /// Settings of a client.
 #[derive(Debug, Clone)]
 pub struct ClientOptions {
-    /// The time limit of one attempt, including the body of its answer. Default 30 s.
+    /// The time limit of one attempt, including the body of its answer. Connecting may take a third
+    /// of it: what was not connected by then was not sent, and nothing is unknown. Default 30 s.
     pub attempt_timeout: Duration,
     /// The time limit of a call of [`Client::send`]: after it no attempt begins, so that a call
     /// lasts at most one attempt longer. Default 5 min.
@@ -175,7 +176,7 @@ impl Client {
     /// [`ClientError::Request`]: the settings cannot be used.
     pub fn over(builder: reqwest::ClientBuilder, options: ClientOptions) -> Result<Self, ClientError> {
         let builder = builder.redirect(reqwest::redirect::Policy::none()).retry(reqwest::retry::never());
-        let http = builder.connect_timeout(options.attempt_timeout).build().map_err(ClientError::unusable)?;
+        let http = builder.connect_timeout(options.attempt_timeout / 3).build().map_err(ClientError::unusable)?;
         Ok(Self { http, shared: Arc::new(ClientState::new(options, None)) })
     }
 

@@ -29,7 +29,7 @@ use reqwest::header::HeaderMap;
 use sha2::{Digest, Sha256};
 
 use self::entry::Entry;
-use super::request::Request;
+use super::request::{Request, shown};
 use crate::operation::rules::Key;
 use crate::text::hex::hex;
 
@@ -120,7 +120,7 @@ pub struct Pending {
 
 impl std::fmt::Debug for Pending {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Pending({:?}, {} {})", self.key, self.method, self.url)
+        write!(f, "Pending({:?}, {} {})", self.key, self.method, shown(&self.url))
     }
 }
 

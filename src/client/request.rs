@@ -20,7 +20,7 @@ use crate::time::since::Since;
 pub(super) const KEY_HEADER: HeaderName = HeaderName::from_static("idempotency-key");
 
 /// An operation that is to happen once, sent in one or more attempts.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Request {
     pub(super) method: Method,
     pub(super) url: Url,
@@ -37,6 +37,19 @@ pub struct Request {
 pub(super) struct Attempts {
     count: u32,
     since: Option<Since>,
+}
+
+/// Without query, header values and body: they may hold credentials and data of people.
+impl std::fmt::Debug for Request {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (method, url, bytes) = (&self.method, shown(self.url.as_str()), self.body.len());
+        write!(f, "Request({:?}, {method} {url}, {bytes} bytes)", self.key)
+    }
+}
+
+/// A URL as logs may show it: without its query, in which credentials may stand.
+pub(super) fn shown(url: &str) -> &str {
+    url.split(['?', '#']).next().unwrap_or_default()
 }
 
 /// Refuses a URL that cannot be sent: another scheme than `http` and `https`, or a user and
@@ -192,7 +205,17 @@ pub(super) fn is_credential(name: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
     use super::{Request, is_credential};
+
+    // Shown by: deriving Debug.
+    #[test]
+    fn o27_a_request_shows_no_credential_and_no_body() {
+        let request = Request::new("POST", "https://a.example/x?access_token=sk_live_7", *b"{\"card\":4242}").unwrap();
+        let shown = format!("{:?}", request.with_header("x-note", "sk_live_8").unwrap());
+        assert!(shown.contains("POST https://a.example/x, 13 bytes"), "{shown}");
+        assert!(!shown.contains("sk_live") && !shown.contains("4242"), "{shown}");
+    }
 
     // Shown by: taking every URL. One that cannot be sent was tried until the time was over, and a
     // user without a password stood in the journal in clear.

@@ -43,14 +43,18 @@ const RECONCILED_AT_ONCE: usize = 8;
 /// How long one sweep starts reconciliations of a route; the next sweep continues. It waits for
 /// those that it has started, each of which takes at most the lease less the completion budget.
 const STARTS_FOR: Duration = Duration::from_secs(10);
+/// How long one sweep begins further batches of what has expired. With a smaller bound, or one
+/// batch a sweep, a busy service would store more than its sweeps delete.
+const DELETES_FOR: Duration = Duration::from_secs(10);
 /// The longest pause between two reconciliations of a record that stays UNKNOWN. The shortest is
 /// the lease of the route.
 const PAUSE_MAX: Duration = Duration::from_secs(3_600);
 
 impl Core {
-    /// Deletes expired bodies, then the expired records of every protected operation, at most about
-    /// `limit` of each (M101). Returns how many. Call it regularly, in as many processes as you
-    /// like.
+    /// Deletes expired bodies, then the expired records of every protected operation, in batches of
+    /// about `limit`, each a transaction (M101). It makes batch after batch while they are full,
+    /// for at most ten seconds in all; each operation gets one at least. Returns how many it
+    /// deleted. Call it regularly, in as many processes as you like.
     ///
     /// It also ends claims whose process died and whose client does not return, at most `limit` of
     /// each operation. After its lease a claim of mode `bridged` is deleted, because without an
@@ -62,22 +66,19 @@ impl Core {
     /// The error of the store; what was deleted or ended before it stays so.
     pub async fn sweep(&self, limit: u32) -> Result<u64, StoreError> {
         self.announce().await;
-        let mut forgotten = self.store().expire_bodies(limit).await?;
-        observe::forgotten(Forgotten::Bodies, forgotten);
+        let until = Instant::now() + DELETES_FOR;
+        let mut forgotten = in_batches(limit, until, Forgotten::Bodies, || self.store().expire_bodies(limit)).await?;
         let protected = self.protected();
         let (mut swept, mut asks, mut ended) = (HashSet::new(), Vec::new(), Ok(()));
         for endpoint in protected.iter().filter(|endpoint| swept.insert(endpoint.operation().clone())) {
             let route = endpoint.route();
-            let purged = self.store().purge_keys(endpoint.operation(), &route.retention, route.id_skew, limit);
-            let purged = purged.await;
+            let purge = || self.store().purge_keys(endpoint.operation(), &route.retention, route.id_skew, limit);
+            let purged = in_batches(limit, until, Forgotten::Keys, purge).await;
             if let Err(error @ StoreError::Unavailable(_)) = purged {
                 return Err(error);
             }
             // A record that somebody has locked does not hold up the other operations.
-            ended = ended.and(purged.map(|keys| {
-                observe::forgotten(Forgotten::Keys, keys);
-                forgotten += keys;
-            }));
+            ended = ended.and(purged.map(|keys| forgotten += keys));
             let mut of_route = Vec::new();
             match end(self, endpoint, limit, &mut of_route).await {
                 Err(error @ StoreError::Unavailable(_)) => return Err(error),
@@ -89,6 +90,24 @@ impl Core {
         // for example, holds up neither the purge nor the others.
         join_all(asks).await;
         ended.map(|()| forgotten)
+    }
+}
+
+/// Deletes batch after batch, until one is not full or the time is over. Returns how many.
+async fn in_batches<B: Future<Output = Result<u64, StoreError>>>(
+    limit: u32,
+    until: Instant,
+    what: Forgotten,
+    batch: impl Fn() -> B,
+) -> Result<u64, StoreError> {
+    let mut all = 0;
+    loop {
+        let gone = batch().await?;
+        observe::forgotten(what, gone);
+        all += gone;
+        if gone < u64::from(limit) || Instant::now() >= until {
+            return Ok(all);
+        }
     }
 }
 

@@ -21,6 +21,7 @@ use super::kit::*;
 on_all! {
     m117_o4_a_retry_after_expiry_is_a_new_operation_of_the_same_record,
     o23_m98_a_retry_after_expiry_is_rejected_where_the_route_says_so,
+    m101_one_sweep_deletes_batch_after_batch,
     o3_a_known_outcome_expires_and_an_unknown_one_does_not,
     m66_m117_an_answer_outlives_a_change_of_its_schema,
     m63_m68_what_is_not_kept_is_referred_to_rebuilt_or_said_to_be_gone,
@@ -89,6 +90,23 @@ async fn o23_m98_a_retry_after_expiry_is_rejected_where_the_route_says_so<S: Sql
     let wrong = problem(run(&world, &endpoint, &ahead, "a", effect(&gate)).await, Code::KeyInvalid);
     assert!(wrong.detail.unwrap().contains("clock"));
     assert_eq!((gate.calls(), world.effects().await), (1, 1));
+}
+
+// Shown by: one batch a sweep (a busy service stores more than that).
+async fn m101_one_sweep_deletes_batch_after_batch<S: Sql>(world: World<S>) {
+    let ttl = Duration::from_millis(1);
+    let endpoint = world.protect(Route { retention: Retention { ttl, body: ttl, metadata: ttl }, ..same_tx() });
+    let keys: Vec<String> = (0..5).map(|number| format!("key-000000000000000{number}")).collect();
+    for key in &keys {
+        first(run(&world, &endpoint, key, "a", effect(&Gate::open())).await);
+    }
+    for key in &keys {
+        world.expires(key).await;
+    }
+    assert!(world.engine.sweep(2).await.unwrap() >= 5);
+    for key in &keys {
+        assert_eq!(world.record("t1", key).await, None);
+    }
 }
 
 // Shown by: deriving EXPIRED for every state.

@@ -137,6 +137,21 @@ async fn a_stopped_worker_leaves_no_lease_behind<S: Rows>(store: S) {
     next.ended_once("settled").await;
 }
 
+// The pause between two calls of a drive ends with the stop. Shown by: calling once more then.
+async fn a_stop_between_two_calls_begins_no_further_one<S: Rows>(store: S) {
+    let told = (0..40).fold(Scripted::default(), |told, _| told.answers(Answer::NoAnswer));
+    let mut plan = Plan::new(KEY);
+    plan.settings.calls_per_drive = 40;
+    let service = Service::start(&store, &plan, told.clone()).await;
+    service.ask(ONE, 700, Duration::from_millis(300)).await;
+    // By now the pauses are long.
+    eventually("called", SOON, || async { (told.arrived().len() >= 6).then_some(()) }).await;
+    service.phased.stop();
+    let calls = told.arrived().len();
+    assert!(service.engine.drain(SOON).await);
+    assert_eq!((told.arrived().len(), service.operation().await.lease_until), (calls, None));
+}
+
 // O1: a committed RECEIVED, and a phase that ended its transaction, are a person's.
 async fn o1_a_committed_first_phase_without_a_point_is_parked<S: Rows>(store: S) {
     let plan = Plan::new(KEY).short_lease();
@@ -163,5 +178,6 @@ crate::on_both! {
     o9_a_lease_is_renewed_while_its_operation_is_driven;
     o22_a_worker_takes_only_versions_that_it_has;
     a_stopped_worker_leaves_no_lease_behind;
+    a_stop_between_two_calls_begins_no_further_one;
     o1_a_committed_first_phase_without_a_point_is_parked;
 }

@@ -62,7 +62,8 @@ use crate::store::base::Base;
 /// members. A struct is read only from an object, although the derive alone would accept an array
 /// of its fields.
 pub trait JsonCommand: IdempotentCommand + DeserializeOwned + Send + Sync + 'static {
-    /// Checks the command after defaults were filled in (M20).
+    /// Checks the command after its defaults were filled in: a default counts like a value that was
+    /// given (M20).
     ///
     /// # Errors
     /// What is wrong, without values of the request.
@@ -80,7 +81,8 @@ pub struct Scoped<C> {
     pub command: C,
 }
 
-/// A command, its sender and its key, read from a request; for your own operations.
+/// A command, its sender and its key, as `read` returns them to a service that runs the operation
+/// itself.
 #[derive(Debug)]
 pub struct Taken<C> {
     /// The command, with the scope of its sender.
@@ -108,7 +110,7 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
     /// Registers a transactional operation with the engine.
     ///
     /// # Errors
-    /// As [`Engine::protect`](crate::operation::Core::protect); any other mode.
+    /// As [`Engine::protect`](crate::operation::Core::protect); any mode but `Transactional`.
     pub fn new(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, Invalid> {
         Self::registered(engine, endpoint.served_by("a typed operation", &[Mode::Transactional])?)
     }
@@ -172,7 +174,8 @@ impl<S: Operations + Base, C: JsonCommand> TypedOperation<S, C> {
             Err(response) => return *response,
         };
         let (scope, key) = (Some(taken.scoped.scope.clone()), taken.key.clone());
-        // The whole of it is the command, because the permit is kept until the run has ended.
+        // The whole `Taken` is the command: it holds the memory permit, which must live as long as
+        // the run.
         let run = self
             .engine
             .execute_transactional(&self.endpoint, scope, key, taken, move |taken, tx| handler(&taken.scoped, tx));
@@ -193,7 +196,8 @@ fn what_is_wrong(error: &serde_json::Error) -> String {
     format!("the body {what}, at line {} column {}", error.line(), error.column())
 }
 
-/// Returns the member that an error of serde names: a name is not a value.
+/// The part of an error of serde that says which member is unknown, missing or repeated. It has the
+/// member's name and no value.
 fn member_of(message: &str) -> Option<String> {
     ["unknown field", "missing field", "duplicate field"].into_iter().find_map(|what| {
         let name = message.strip_prefix(what)?.strip_prefix(" `")?.split('`').next()?;

@@ -166,9 +166,10 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
     ///
     /// # Errors
     /// [`GuardError`]. The transaction was rolled back, except after [`StoreError::CommitUnknown`],
-    /// and after [`StoreError::Fenced`]: the handler has ended the transaction itself. Each of the
-    /// three steps (check of the transaction, outcome, COMMIT) may take the route's completion
-    /// budget.
+    /// and where the handler has ended the transaction itself ([`StoreError::Fenced`]). If the
+    /// connection is lost or silent when this is asked, nobody knows whether it has, and the key
+    /// becomes UNKNOWN. Each of the three steps (check of the transaction, outcome, COMMIT) may
+    /// take the route's completion budget.
     ///
     /// # Cancel safety
     /// None: the outcome of a dropped commit is unknown. The layer does not drop handlers.
@@ -185,6 +186,17 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
             *self.progress.committed() = Committed::Undone;
             Err(error)
         };
+        let route = self.endpoint.route();
+        // A savepoint can be set only inside a transaction. If a swallowed deadlock or a raw
+        // ROLLBACK ended the transaction, the outcome would be stored without the effects (O2,
+        // R23). A raw COMMIT ends the transaction too, so nothing is known about the effects.
+        let stands = timeout(route.completion_budget, tx.stands()).await;
+        if let Err(error) = stands.unwrap_or_else(|_| Err(StoreError::Unavailable(silent(route.completion_budget)))) {
+            // Not `Undone`, also where the question got no answer: the handler may have committed
+            // by itself. The key becomes UNKNOWN.
+            *self.progress.committed() = Committed::No;
+            return Err(error.into());
+        }
         let kept = Kept::Whole(reply.clone());
         let answer = match self.engine.encode(&self.endpoint, &self.owned.identity, &self.fingerprint, &kept) {
             Ok(answer) => answer,
@@ -195,20 +207,6 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
         } else {
             RunOutcome::FailedReplayable { answer, error_code: error_code(self.endpoint.endpoint(), &reply) }
         };
-        let route = self.endpoint.route();
-        // A savepoint can be set only inside a transaction. If a swallowed deadlock or a raw
-        // ROLLBACK ended the transaction, the outcome would be stored without the effects (O2,
-        // R23). A raw COMMIT ends the transaction too, so nothing is known about the effects.
-        match timeout(route.completion_budget, tx.stands()).await {
-            Ok(Ok(())) => {}
-            Ok(Err(error @ StoreError::Fenced(_))) => {
-                // Not `Undone`: the handler may have committed by itself; the key becomes UNKNOWN.
-                *self.progress.committed() = Committed::No;
-                return Err(error.into());
-            }
-            Ok(Err(error)) => return undone(error.into()),
-            Err(_) => return undone(StoreError::Unavailable(silent(route.completion_budget)).into()),
-        }
         let finish = tx.finish_in(&self.owned, &outcome, &route.retention);
         // The connection belongs to the application, so no other timeout limits this statement
         // (R28).

@@ -386,11 +386,15 @@ impl Driver {
                 Ok(Next::End(self.release_unknown_outcome(self.pause(stored.attempts), self.reached).await?))
             }
             Step::Send => {
-                self.catch_breath().await;
+                if !self.catch_breath().await {
+                    return Ok(Next::Again);
+                }
                 self.send_again(effect, stored, intent, None).await
             }
             Step::Resend => {
-                self.catch_breath().await;
+                if !self.catch_breath().await {
+                    return Ok(Next::Again);
+                }
                 // An effect that the query finds needs no second send. Also, a provider may have
                 // forgotten a key before its time.
                 if matches!(effect.strategy, Strategy::KeyAndQuery(_)) && !self.asked {
@@ -400,7 +404,9 @@ impl Driver {
                 self.send_again(effect, stored, intent, effect.strategy.window()).await
             }
             Step::Query => {
-                self.catch_breath().await;
+                if !self.catch_breath().await {
+                    return Ok(Next::Again);
+                }
                 self.query(effect, stored, intent, Asks::Only).await
             }
             Step::Wait { until } => self.wait(stored, stored.now.until(until)).await,
@@ -520,12 +526,13 @@ impl Driver {
     }
 
     /// Pauses before a further call of this drive: not before the first call, then longer each
-    /// time.
-    async fn catch_breath(&self) {
-        if self.vain > 0 {
-            let time = retry::pause(Duration::from_millis(50), Duration::from_secs(1), self.vain, fastrand::f64());
-            sleep_unless(&self.stop, time).await;
+    /// time. Returns false if the stop came meanwhile: no further call begins.
+    async fn catch_breath(&self) -> bool {
+        if self.vain == 0 {
+            return true;
         }
+        let time = retry::pause(Duration::from_millis(50), Duration::from_secs(1), self.vain, fastrand::f64());
+        sleep_unless(&self.stop, time).await
     }
 
     fn note(&self, what: Noted) {

@@ -37,7 +37,7 @@ pub enum CallOutcome {
 }
 
 /// An answer that was read completely.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Response {
     /// The HTTP status of the answer.
     pub status: u16,
@@ -45,6 +45,16 @@ pub struct Response {
     pub headers: HeaderMap,
     /// The bytes of the body, at most 64 KiB.
     pub body: Vec<u8>,
+}
+
+/// Without header values and body, which may hold data of people.
+impl std::fmt::Debug for Response {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Response")
+            .field("status", &self.status)
+            .field("bytes", &self.body.len())
+            .finish_non_exhaustive()
+    }
 }
 
 impl HttpCaller {

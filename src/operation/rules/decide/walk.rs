@@ -1,5 +1,10 @@
 //! Pure: no I/O, no clock.
-//! Checks what the table must never do, in all combinations of facts, independently of its rows.
+//! Checks what the decision table must never do, independently of its rows: in all combinations of
+//! the facts of a record, then in all combinations of the facts that are looked at before it.
+//! Random samples cover the product of both.
+//!
+//! The label of a property begins with its rule (`o`: docs/reference/rules.md) or its item (`m`:
+//! docs/reference/mission.md).
 //!
 //! Every property is also run against mutants of the table, and one of them must break it.
 
@@ -19,7 +24,8 @@ pub(super) fn executes(decision: Decision) -> bool {
     matches!(decision, PassThrough | Claim | TakeOver(_) | Reclaim | ExecuteAsNew)
 }
 
-/// Whether the outcome of the first request is shown.
+/// Whether the outcome of the first request is the answer: as it was, as a reference, built anew,
+/// or as the word that it was not kept.
 fn replays(decision: Decision) -> bool {
     matches!(decision, Decision::Replay | Decision::ReplayReference | Decision::Reconstruct | Decision::NotRetained)
 }
@@ -80,7 +86,7 @@ fn record_case(number: &mut usize) -> Facts {
 
 const RECORD_CASES: usize = 2 * 3 * 4 * 6 * 4 * 2 * 2 * 3 * 3 * 2 * 3 * 2 * 2;
 
-/// The columns that are judged before a record, with the columns of this record.
+/// One choice of the columns that are looked at before a record; the others are those of `record`.
 fn front_case(number: &mut usize, record: Facts) -> Facts {
     Facts {
         requirement: digit(&REQUIREMENTS, number),
@@ -98,7 +104,8 @@ fn front_case(number: &mut usize, record: Facts) -> Facts {
 
 const FRONT_CASES: usize = 3 * 5 * 7 * 4 * 2 * 3 * 4 * 3 * 2;
 
-/// All cases of a record, and all cases before one with fixed columns of a record.
+/// All choices of the front columns with one record, then all records with one choice of the front
+/// columns.
 fn cases() -> impl Iterator<Item = Facts> {
     let records = (0..RECORD_CASES).map(|number| record_case(&mut { number }));
     // A finished record that could be replayed, because a wrong table would most likely replay it.
@@ -107,12 +114,12 @@ fn cases() -> impl Iterator<Item = Facts> {
     fronts.chain(records)
 }
 
-/// Whether a case has a key that counts.
+/// Whether the route uses keys and the request has one that can be used.
 fn asked(facts: &Facts) -> bool {
     facts.requirement != Requirement::Off && facts.no_key.is_none()
 }
 
-/// Whether a case has reached a record of the same principal and command.
+/// Whether a committed record was read, and is of the same principal and command.
 fn stands(facts: &Facts) -> bool {
     let same = facts.principal == PrincipalMatch::Same && facts.fingerprint == Comparison::Equal;
     asked(facts) && facts.seen == Seen::Record && same
@@ -157,7 +164,7 @@ const PROPERTIES: &[Property] = &[
         let too_old = compared(facts) && readable && facts.fingerprint == Comparison::TooOld;
         too_old == (decision == Decision::FingerprintTooOld)
     }),
-    ("o2: a stale claim is executed again only in mode bridged or declared repeatable", |facts, decision| {
+    ("o11: a stale claim is executed again only in mode bridged or declared repeatable", |facts, decision| {
         let stale = facts.state == State::InProgress && !facts.owned;
         let unknown = facts.state == State::UnknownRequiresRecovery;
         let bridged = facts.mode == Mode::Bridged && stale;
@@ -168,7 +175,7 @@ const PROPERTIES: &[Property] = &[
             _ => true,
         }
     }),
-    ("o1: a committed claim of a transactional operation is an alarm, whatever its lease says", |facts, decision| {
+    ("o2: a committed claim of a transactional operation is an alarm, whatever its lease says", |facts, decision| {
         let committed = stands(facts) && facts.state == State::InProgress && facts.mode == Mode::Transactional;
         committed == (decision == Decision::MarkUnknown(Lost::CommittedClaim))
     }),
@@ -177,7 +184,7 @@ const PROPERTIES: &[Property] = &[
         let over = matches!(decision, Decision::Expired | Decision::ExecuteAsNew | Decision::Reclaim);
         !(stands(facts) && running && over)
     }),
-    ("o4: an outcome whose time is over follows the route's policy and nothing else", |facts, decision| {
+    ("m98: an expired outcome follows the route's policy; only the quota can refuse a new run", |facts, decision| {
         let over = stands(facts) && facts.state == State::Expired;
         let expected = match facts.after_expiry {
             AfterExpiry::Reject => Decision::Expired,
@@ -190,21 +197,22 @@ const PROPERTIES: &[Property] = &[
         let known = matches!(facts.state, State::Completed | State::FailedReplayable);
         !(stands(facts) && known) || replays(decision)
     }),
-    ("m68: bytes are replayed exactly where they are kept", |facts, decision| {
+    ("m68: an outcome is replayed if, and only if, its bytes are kept", |facts, decision| {
         let known = matches!(facts.state, State::Completed | State::FailedReplayable);
         (stands(facts) && known && facts.body == Body::Kept) == (decision == Decision::Replay)
     }),
-    ("m47: only what failed with no effect outstanding is run again", |facts, decision| {
+    ("m47: what failed with no effect outstanding is claimed again, and nothing else is", |facts, decision| {
         let retryable = stands(facts) && facts.state == State::FailedRetryable && !facts.over_quota;
         retryable == (decision == Decision::Reclaim)
     }),
-    ("o9: a phased operation is never executed by a request, it is recovered", |facts, decision| {
+    ("m46: a request never executes a phased operation: it is recovered", |facts, decision| {
         let open = matches!(facts.state, State::InProgress | State::UnknownRequiresRecovery);
         !(stands(facts) && facts.mode == Mode::Phased && open && executes(decision))
     }),
-    ("m46: recovery begins only where nobody owns the operation, and never what an operator has", |facts, decision| {
-        decision != Decision::Recover || !facts.owned && !facts.parked && facts.mode == Mode::Phased
-    }),
+    (
+        "m46: recovery begins only in mode phased, without an owner, and where the operation is not parked",
+        |facts, decision| decision != Decision::Recover || !facts.owned && !facts.parked && facts.mode == Mode::Phased,
+    ),
     ("m43: while the first request runs, the answer is the one that the route chose", |facts, decision| {
         let runs =
             stands(facts) && facts.state == State::InProgress && facts.owned && facts.mode != Mode::Transactional;
@@ -222,7 +230,7 @@ const PROPERTIES: &[Property] = &[
             decision != Decision::Claim || facts.seen == Seen::Nothing && fine && !facts.over_quota
         },
     ),
-    ("o11: UNKNOWN is ended by evidence, an operator, or a declaration, never by a request", |facts, decision| {
+    ("o11: a request does not end UNKNOWN, unless the route is declared repeatable", |facts, decision| {
         let unknown = stands(facts) && facts.state == State::UnknownRequiresRecovery;
         let answers = matches!(
             decision,
@@ -234,7 +242,7 @@ const PROPERTIES: &[Property] = &[
         );
         !unknown || answers
     }),
-    ("m60: a store that is away is closed", |facts, decision| {
+    ("m60: while the store cannot be reached, nothing runs, and the answer says so", |facts, decision| {
         let away = asked(facts) && facts.seen == Seen::Unreachable;
         away == (decision == Decision::StoreUnavailable)
     }),
@@ -332,16 +340,16 @@ fn mutants() -> Vec<Mutant> {
         mutant("m26 m27:", without(Decision::Mismatch)),
         mutant("m26 m27:", first(Decision::Replay)),
         mutant("m27: nothing", first(Decision::Reclaim)),
-        mutant("o2:", instead(Decision::MarkUnknown(Lost::StaleEdge), repeat)),
-        mutant("o2:", wide(Decision::TakeOver(TakeOver::Bridged), |when| when.mode = None)),
-        mutant("o2:", wide(repeat, |when| when.reconciles = None)),
-        mutant("o1:", ahead(*TABLE.iter().find(|row| row.when.owned == Some(&[true])).expect("a row"))),
-        mutant("o1:", without(Decision::MarkUnknown(Lost::CommittedClaim))),
+        mutant("o11: a stale", instead(Decision::MarkUnknown(Lost::StaleEdge), repeat)),
+        mutant("o11: a stale", wide(Decision::TakeOver(TakeOver::Bridged), |when| when.mode = None)),
+        mutant("o11: a stale", wide(repeat, |when| when.reconciles = None)),
+        mutant("o2:", ahead(*TABLE.iter().find(|row| row.when.owned == Some(&[true])).expect("a row"))),
+        mutant("o2:", without(Decision::MarkUnknown(Lost::CommittedClaim))),
         mutant("o3:", ahead(Row { when: state(&[State::InProgress]), then: Decision::Expired })),
         mutant("o3:", ahead(Row { when: state(&[State::UnknownRequiresRecovery]), then: Decision::ExecuteAsNew })),
-        mutant("o4:", without(Decision::ExecuteAsNew)),
+        mutant("m98:", without(Decision::ExecuteAsNew)),
         mutant(
-            "o4:",
+            "m98:",
             wide(Decision::ExecuteAsNew, |when| when.state = Some(&[State::Expired, State::FailedRetryable])),
         ),
         mutant("m42:", instead(Decision::NotRetained, Decision::Reclaim)),
@@ -350,8 +358,8 @@ fn mutants() -> Vec<Mutant> {
             "m47:",
             wide(Decision::Reclaim, |when| when.state = Some(&[State::FailedRetryable, State::FailedReplayable])),
         ),
-        mutant("o9:", instead(Decision::Recover, Decision::TakeOver(TakeOver::Bridged))),
-        mutant("m46:", without(Decision::RecoveryPending)),
+        mutant("m46: a request", instead(Decision::Recover, Decision::TakeOver(TakeOver::Bridged))),
+        mutant("m46: recovery", without(Decision::RecoveryPending)),
         mutant("m43:", instead(Decision::InProgress(WhileRunning::Wait), Decision::InProgress(WhileRunning::Conflict))),
         mutant(
             "o19:",
@@ -366,7 +374,7 @@ fn mutants() -> Vec<Mutant> {
         ),
         mutant("o23:", without(Decision::Expired)),
         mutant("o23:", without(Decision::KeyFromTheFuture)),
-        mutant("o11:", instead(Decision::UnknownOutcome, Decision::Reclaim)),
+        mutant("o11: a request", instead(Decision::UnknownOutcome, Decision::Reclaim)),
         mutant("m60:", instead(Decision::StoreUnavailable, Decision::Claim)),
     ]
 }

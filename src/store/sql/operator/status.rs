@@ -2,8 +2,8 @@
 //! bound or an estimate.
 //!
 //! Promises: what `/metrics` asks every two seconds costs the same at any backlog. On PostgreSQL
-//! each text follows an index whatever the statistics say: the planner may only choose among
-//! indexes ([`PLANS`]), and the `order by` leaves it one.
+//! every statement reads by an index whatever the statistics say: [`PLANS`] switches the other
+//! plans off, and only one index gives the order that its `order by` asks for.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -13,9 +13,9 @@ use crate::operator::{COUNTED_MAX, ConsumerStatus, ShardStatus, Status, waiting_
 use crate::store::sql::{Row, Rows, Session, sql};
 use crate::store::statements::Dialect;
 
-/// Settings for the plans of the transaction. Without them a plan that was made for a small table
-/// scans it from end to end when it is large. The server would compile the statement of many
-/// consumers, for its estimate of the cost is high; that takes half a second.
+/// Settings of the planner for this transaction. Without them PostgreSQL may read a whole table,
+/// because it made its plan when the table was small. `jit` is off: PostgreSQL estimates a high
+/// cost for the statement of many consumers, and would take half a second to compile it.
 pub(super) const PLANS: &str = "{pg: select set_config('enable_seqscan', 'off', true), set_config('enable_bitmapscan', 'off', true), \
     set_config('enable_sort', 'off', true), set_config('jit', 'off', true), set_config('plan_cache_mode', 'force_generic_plan', true)}";
 
@@ -27,11 +27,14 @@ select shard_id, {pg: bucket_from::integer, bucket_to::integer}{my lite: bucket_
        {age updated_at} \
   from oncebox.shard order by shard_id";
 
-/// The rows that are not proven: how many stand in gaps and how many above the cursor, each up to a
-/// bound; an estimate of the latter beyond the bound; and the age of the first. On PostgreSQL one
-/// row for each shard, which looks at rows of any shard up to the bound and counts its own; the
-/// estimate is that share of all positions above the cursor. Where the bound ends before its first
-/// own row, this is looked for in the next 100,000 rows, and counts as one if it is there.
+/// The outbox rows that are not proven. The columns: how many were committed at positions that the
+/// cursor keeps as gaps; how many stand above the cursor, both up to a bound; an estimate of the
+/// second beyond the bound; the age of the oldest.
+///
+/// PostgreSQL answers with one line for each shard. It reads rows of all shards up to the bound and
+/// counts those of this shard; the estimate applies their share to all positions above the cursor.
+/// If none of them is of this shard, the next 100,000 rows are searched for one; it counts as one.
+/// The other databases answer with one line for the whole outbox.
 const PENDING: &str = "\
 {pg: select g.own, t.own, \
        case when t.looked < :beyond then t.own \
@@ -61,15 +64,15 @@ const PENDING: &str = "\
 {my lite: select 0, (select count(*) from (select 1 from oncebox.outbox limit :beyond) c), null, \
        {age (select created_at from oncebox.outbox order by position limit 1)}}";
 
-/// An estimate of the rows above the cursor, where [`PENDING`] has none. SQLite would read all rows
-/// for a statement with both `min` and `max`.
+/// An estimate of all rows of the outbox, for MySQL and SQLite, of which [`PENDING`] has none.
+/// SQLite has a subquery for `max` and one for `min`: with both in one it reads all rows.
 const PENDING_ESTIMATE: &str = "\
 {my: select coalesce((select cast(table_rows as signed) from information_schema.tables \
                        where table_schema = database() and table_name = 'oncebox_outbox'), 0)}\
 {lite: select coalesce((select max(position) from oncebox.outbox) - (select min(position) from oncebox.outbox) + 1, 0)}";
 
-/// How many rows are held and dead, and the age of the first held one. PostgreSQL and SQLite find
-/// it for each cause, because their index begins with the cause.
+/// How many rows are held and dead, and the age of the first held one. PostgreSQL and SQLite look
+/// for it once for each cause, because in their index the cause stands before the position.
 const DIVERTED: &str = "\
 select (select count(*) from (select 1 from oncebox.outbox_dead \
           where {pg: state between 'held' and 'held' order by state, cause, position}{my: state = 'held'}{lite: state > 'dead'} \
@@ -117,9 +120,9 @@ const ACTIVE: &str = "\
  select id from active where id is not null}";
 
 /// The counts of consumers: on PostgreSQL of many, elsewhere of one. Held rows are counted from the
-/// dead rows that hold, which are few. PostgreSQL counts entries of the lane and leaves out those
-/// of its dead rows: then it need not read the rows. `between` makes it use the index by lane also
-/// for a lane with no row behind.
+/// dead rows that hold, which are few. PostgreSQL counts the index entries of their lanes and
+/// subtracts those of the dead rows, so it reads no row of the table. `between` instead of `=`
+/// makes it use the index by lane also where nothing stands behind the dead row.
 const OF_CONSUMERS: &str = "\
 select {pg: a.id}{my lite: :of}, \
        (select count(*) from (select 1 from oncebox.waiting where state = 'waiting' and \
@@ -164,8 +167,8 @@ const INBOX_ESTIMATE: &str = "\
                        where table_schema = database() and table_name = 'oncebox_inbox'), 0)}\
 {lite: select 0}";
 
-/// Reads everything of the status except the e-mails. Inbox rows are counted only where no earlier
-/// status is given from which they are taken.
+/// Reads everything of the status except the e-mails. With an `earlier` status the counts of inbox
+/// rows are copied from it, because counting them takes long.
 pub(in crate::store) async fn read(
     session: &mut dyn Session,
     dialect: Dialect,
@@ -194,8 +197,8 @@ pub(in crate::store) async fn read(
 }
 
 fn shard(row: &dyn Row) -> Result<ShardStatus, StoreError> {
-    // A lease that ends later than its length from now was taken before the clock went back, and is
-    // over (R22).
+    // A lease that has more time left than its length was taken before the clock went back, and
+    // counts as ended (R22).
     let left = row.get_opt::<i64>(7)?.map(std::ops::Neg::neg);
     let length: i64 = row.get_opt(8)?.unwrap_or(0);
     let left = left.filter(|left| *left > 0 && *left <= length);
