@@ -46,7 +46,8 @@ impl Lease {
     }
 }
 
-/// What each write of a session is compared with, so that a former owner cannot write.
+/// Epoch and revision, with which each write of a session is compared, so that a former owner
+/// cannot write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Fence {
     /// Raised each time that the lease is taken, also by the same owner.
@@ -57,8 +58,8 @@ pub(crate) struct Fence {
 
 impl Fence {
     /// Compares the values in the row with those that this session wrote last. Where they differ,
-    /// the lease was taken again, or a failover lost a write: the session ends. The error says it
-    /// for a person.
+    /// the lease was taken again, or a failover lost a write: the session ends. The text of the
+    /// error is for people.
     pub(crate) fn check(self, seen: Self) -> Result<(), String> {
         let (Self { epoch, revision }, mine) = (seen, self);
         if epoch > mine.epoch {

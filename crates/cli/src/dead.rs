@@ -1,6 +1,8 @@
 //! `oncebox dead`: what is dead, held or waiting, on the outbox's side and the consumers': listed,
 //! shown, redriven, discarded. Every act has a reason and leaves an audit row.
 
+mod became;
+
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -11,6 +13,7 @@ use chrono::{DateTime, Utc};
 use clap::{Args, Subcommand};
 use uuid::Uuid;
 
+use self::became::{Became, what_became};
 use super::act::{Act, of_all, refused};
 use super::common::{CommonArgs, Output, failed, hint_of_more, limit, listed, printable, printable_lines};
 use super::consumers::{is_absent, seen};
@@ -452,6 +455,7 @@ async fn act_on(
         }
         _ => BTreeMap::new(),
     };
+    let left = left_alone(store, if which.numbers.is_empty() { &[] } else { &meant.numbers }, &numbers).await?;
     let is_done = wait.is_zero() || became.values().all(Became::is_well);
     let done = || match is_done {
         true => Ok(()),
@@ -463,6 +467,9 @@ async fn act_on(
         if remaining > 0 {
             value["remaining"] = remaining.into();
         }
+        for (number, why) in &left {
+            value["left"][number] = why.as_str().into();
+        }
         for (number, became) in &became {
             value["became"][number] = became.to_string().into();
         }
@@ -473,6 +480,9 @@ async fn act_on(
     data!("{would}{verb} {}:{}", numbers.len(), shown(&numbers));
     for number in &already_handled {
         data!("{would}discard {number}: another copy of it was handled since");
+    }
+    for (number, why) in &left {
+        data!("{number} is left as it is: {why}");
     }
     for (number, became) in became.iter().filter(|_| !wait.is_zero()) {
         data!("{number}: {}", printable(&became.to_string()));
@@ -489,6 +499,26 @@ async fn act_on(
         data!("the publisher carries out what concerns the outbox");
     }
     Ok(())
+}
+
+/// The named messages on which the act was not done, each with the reason.
+async fn left_alone(
+    store: &dyn Duties,
+    named: &[String],
+    done: &[String],
+) -> Result<BTreeMap<String, String>, AppError> {
+    let mut left = BTreeMap::new();
+    for number in named.iter().filter(|number| !done.contains(number)) {
+        let why = match store.dead(&by_number(number)).await?.into_iter().next() {
+            Some(DeadMessage { requested: Some(earlier), .. }) => {
+                format!("the publisher has not carried out the earlier `{earlier}` yet")
+            }
+            Some(message) => format!("it is {} now", State::of(message.state)),
+            None => "it is gone".to_owned(),
+        };
+        left.insert(number.clone(), why);
+    }
+    Ok(left)
 }
 
 /// Says that what a redrive left alone goes by itself: held messages that match.
@@ -526,77 +556,6 @@ async fn hint_of_consumers(store: &dyn Duties, mut numbers: Vec<String>, wait: D
         say("INFO", "hint: its consumer handles it now; `--wait 10s` says what becomes of it");
     }
     Ok(())
-}
-
-/// What became of a message that was redriven.
-enum Became {
-    /// It is gone from the list, because its consumer handled it.
-    Handled,
-    Sent,
-    /// It is not known yet what became of it.
-    Open,
-    /// It failed again. It has this state now, and this error.
-    Failed(DeadState, String),
-}
-
-impl Became {
-    fn is_well(&self) -> bool {
-        matches!(self, Self::Handled | Self::Sent)
-    }
-}
-
-impl std::fmt::Display for Became {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Handled => f.write_str("handled"),
-            Self::Sent => f.write_str("sent"),
-            Self::Open => f.write_str("released, and not tried yet"),
-            Self::Failed(state, error) => write!(f, "{} again: {error}", State::of(*state)),
-        }
-    }
-}
-
-/// Waits until each message is gone or was tried again, at most for `wait`. `last_tries` has the
-/// last try of each before the redrive.
-async fn what_became(
-    store: &dyn Duties,
-    mut last_tries: HashMap<String, Option<DateTime<Utc>>>,
-    wait: Duration,
-) -> Result<BTreeMap<String, Became>, AppError> {
-    if wait.is_zero() {
-        return Ok(last_tries.into_keys().map(|number| (number, Became::Open)).collect());
-    }
-    let until = tokio::time::Instant::now() + wait;
-    let mut became = BTreeMap::new();
-    loop {
-        let is_over = tokio::time::Instant::now() >= until;
-        for number in last_tries.keys().cloned().collect::<Vec<_>>() {
-            let look = async || Ok::<_, AppError>(store.dead(&by_number(&number)).await?.into_iter().next());
-            // The list is read state by state: a message that dies between two of these reads is in
-            // neither. So a message is gone only if a second look misses it too.
-            let message = match look().await? {
-                None => look().await?,
-                found => found,
-            };
-            let now = match message {
-                None if number.starts_with('o') => Became::Sent,
-                None => Became::Handled,
-                Some(message) => match message.history.last() {
-                    Some(entry) if last_tries.get(&number).is_some_and(|before| *before < Some(entry.at)) => {
-                        Became::Failed(message.state, entry.error.clone())
-                    }
-                    _ if is_over => Became::Open,
-                    _ => continue,
-                },
-            };
-            last_tries.remove(&number);
-            became.insert(number, now);
-        }
-        if last_tries.is_empty() {
-            return Ok(became);
-        }
-        tokio::time::sleep(Duration::from_millis(100)).await;
-    }
 }
 
 /// A filter for one message, in any state.

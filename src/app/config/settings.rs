@@ -1,4 +1,5 @@
-//! Every setting of the programs, with its default. The reasons are in the options of the runtime.
+//! Every setting of the programs. One of a consumer that is not set gets the default of
+//! `ConsumerOptions`. The reasons for the defaults are in the options of the runtime.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -146,7 +147,8 @@ pub struct KafkaSettings {
     /// How long a consumer may be silent before its partitions go to another consumer.
     #[serde(with = "span")]
     pub session_timeout: Duration,
-    /// Settings that are passed to librdkafka; one that breaks a promise is refused by name.
+    /// Settings that are passed to librdkafka. One that would break a guarantee is an error that
+    /// names it.
     pub properties: BTreeMap<String, String>,
 }
 
@@ -242,7 +244,7 @@ pub struct PublisherSettings {
     /// How long the broker may be silent while messages are in flight.
     #[serde(with = "span")]
     pub publish_stall: Duration,
-    /// The pause between two trials of a blocked destination.
+    /// The pause between two trials of a held topic.
     #[serde(with = "span")]
     pub probe: Duration,
     /// Dead messages older than this need a new id to be redriven.
@@ -306,7 +308,7 @@ pub struct ConsumerSettings {
     /// Where the message id is: `envelope`, `header:NAME`, `payload:/POINTER`, `coordinates`.
     #[serde(default = "envelope")]
     pub id: String,
-    /// Part of the id by coordinates.
+    /// A part of the id with `id = "coordinates"`: change it when a topic is deleted and made anew.
     #[serde(default = "first_epoch")]
     pub id_epoch: String,
     /// The number of lanes; on SQLite always one.
@@ -320,8 +322,8 @@ pub struct ConsumerSettings {
     /// The largest number of deliveries that are set aside behind another process's open
     /// transaction; more count as in flight.
     pub aside_max: Option<usize>,
-    /// The largest number of deliveries that are not acknowledged; most finished behind one that
-    /// did not.
+    /// The largest number of deliveries that are not acknowledged. Most of them are finished and
+    /// stand behind one that is not.
     pub unacknowledged_max: Option<usize>,
     /// The largest number of dead messages; at the limit no more messages are taken.
     pub dead_rows_max: Option<usize>,
@@ -528,7 +530,7 @@ pub struct EmailSettings {
     /// How long recipient, subject and body of an e-mail are kept after it was sent.
     #[serde(with = "span")]
     pub content_kept: Duration,
-    /// How long its row with the unique key is kept, from the same moment.
+    /// How long the row with the unique key is kept after the e-mail was sent.
     #[serde(with = "span_or_never")]
     pub keys_kept: Option<Duration>,
 }

@@ -1,7 +1,8 @@
 //! Statements within the answer timeout: how they are sent, and how their rows are converted.
 //!
-//! Promise: what sends a statement and reads its answer is compiled once for each database,
-//! whatever type of sqlx it was built with and whatever its rows are.
+//! Promise: the code that sends a statement and reads its rows depends neither on the type of sqlx
+//! that the statement was built with nor on the type of its rows. So it is compiled once for each
+//! database and each kind of connection, and not for each query.
 
 use std::borrow::BorrowMut;
 use std::future::Future;

@@ -1,10 +1,11 @@
-//! The schema: migrations that can be run twice, under a lock of the server, in a table of their
-//! own.
+//! The schema: migrations that can be run again. They run under a lock of the server, and a table
+//! records which were applied.
 //!
-//! DDL commits by itself on MySQL, so an interrupted migration leaves a part of itself. Each
-//! statement can therefore run again, and each file ends (the optional function: begins) with the
-//! row that says it was applied. The files can be read by the `mysql` client, `delimiter` included,
-//! so `oncebox migrate print` can be piped into it.
+//! MySQL commits each statement of DDL at once, so an interrupted migration is half done. Every
+//! statement can therefore run again, and each file ends with the row that records it as applied.
+//! The file of the optional function begins with that row, because the server may forbid the rest.
+//! The `mysql` client can read the files, `delimiter` included, so `oncebox migrate print` can be
+//! piped into it.
 //!
 //! Not here: sqlx's migrator. After an interrupted migration it stops and needs a manual repair.
 
@@ -66,7 +67,7 @@ impl Schema for MySqlStore {
                 .await?;
         if locked != Some(1) {
             return Err(StoreError::Refused(format!(
-                "another process has been migrating this database for more than {LOCK_SECONDS} s; wait for it, or end it"
+                "the lock for migrations was not free within {LOCK_SECONDS} s: another process migrates this database; wait for it, or end it"
             )));
         }
         let outcome = apply(&mut connection).await;
@@ -125,7 +126,10 @@ async fn apply(connection: &mut Bounded<MySql>) -> Result<Vec<i64>, StoreError> 
                         && number(&error).is_some_and(|number| FORBIDDEN.contains(&number)) =>
                 {
                     let error = crate::error::words(&error);
-                    tracing::warn!(error, "the function oncebox_enqueue cannot be made here, the procedure is there");
+                    tracing::warn!(
+                        error,
+                        "this server does not allow the function oncebox_enqueue; the procedure oncebox_enqueue_p is there for it"
+                    );
                     break;
                 }
                 Err(error) => return Err(error.into()),

@@ -183,6 +183,11 @@ fn all_that_a_topic_holds_is_discarded_by_one_command() {
     let requests = "select count(*) || '' from oncebox_outbox_dead where requested = 'discard'";
     assert_eq!((place.column(requests), place.audit().len()), (vec!["230".to_owned()], 230));
     assert!(place.oncebox(&discard).run().ok().starts_with("discard 0:"), "each has its request");
+    let again = ["dead", "discard", "o2", "--why", "not wanted", "--yes"];
+    let left = "o2 is left as it is: the publisher has not carried out the earlier `discard` yet\n";
+    assert!(place.oncebox(&again).run().ok().starts_with(&format!("discard 0:\n{left}")));
+    let json = place.oncebox(&[&again[..], &["--output", "json"]].concat()).run().json();
+    assert!(json["left"]["o2"].as_str().is_some_and(|why| why.contains("`discard`")), "{json}");
 }
 
 /// The first batch buries the message that holds the key: those behind it are held from then on.
