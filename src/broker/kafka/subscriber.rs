@@ -74,7 +74,7 @@ impl KafkaSubscriber {
             Ok((weak, ended))
         })
         .await?;
-        opening.is_done();
+        opening.has_joined();
         Ok(Self { shared, events, consumer, ended, config: Arc::clone(config), unbegun: Vec::new() })
     }
 }
@@ -84,7 +84,7 @@ impl KafkaSubscriber {
 struct Opening(Option<Arc<PollerState>>);
 
 impl Opening {
-    fn is_done(mut self) {
+    fn has_joined(mut self) {
         self.0 = None;
     }
 }
