@@ -7,6 +7,7 @@
 //! * Rows behind a head have no due time, so a poll does not read them. The transaction that
 //!   removes a head makes the next row due, after its proof, and a sweep finds heads that a race
 //!   left without a due time.
+//! * What is leased behind a head is bounded in bytes, so that the memory of a retrier is (G11).
 //! * On PostgreSQL what finds rows by lists is planned for each run: the table is small until
 //!   something fails, and then large at once, and a kept plan would read all of it.
 //! * Rows are updated by their exact numbers: an update that searches would wait for every open
