@@ -340,3 +340,23 @@ impl Relay {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Shown by: forgetting only where the other owner was seen.
+    #[test]
+    fn what_was_concluded_is_forgotten_where_another_owner_came_and_went() {
+        let mut memory = Memory { doubts: 3, ..Memory::default() };
+        memory.begins(4);
+        memory.alone.insert(40);
+        memory.begins(5);
+        assert!(memory.alone.contains(&40), "it is the next lease");
+        memory.begins(7);
+        assert_eq!((memory.alone.len(), memory.doubts), (0, 3));
+        memory.alone.insert(90);
+        memory.begins(8);
+        assert!(memory.alone.contains(&90));
+    }
+}

@@ -386,17 +386,9 @@ async fn careless<S: Sql>(State(App(store)): State<App<S>>, guard: Guard<S>, tol
             response.extensions_mut().insert(OutcomeTag(Outcome::Retryable(())));
             response
         }
-        "ends the transaction" | "ends the transaction and is cut" => {
+        "ends the transaction" => {
             let mut tx = store.tx("insert into effect (text) values ('by itself')").await;
             S::run(&mut tx, "commit").await.unwrap();
-            if told.ends_with("cut") {
-                let ends = if S::NAME == "postgres" {
-                    "select pg_terminate_backend(pg_backend_pid())"
-                } else {
-                    "kill connection_id()"
-                };
-                S::run(&mut tx, ends).await.unwrap_err();
-            }
             let refused = guard.commit_response(tx, StatusCode::CREATED.into_response()).await;
             (StatusCode::INTERNAL_SERVER_ERROR, refused.unwrap_err().to_string()).into_response()
         }
@@ -429,13 +421,10 @@ async fn a_bridged_success_that_its_guard_did_not_commit_is_unknown<S: Sql>(worl
 }
 
 // Shown by: FAILED_RETRYABLE for every failure in mode bridged (the key is free at once, and runs
-// again), and where the connection is lost before anybody can ask what the handler did.
+// again).
 async fn a_bridged_failure_frees_its_key_only_where_nothing_can_have_been_committed<S: Sql>(world: World<S>) {
     let url = bridged(&world).await;
-    let mut told = vec!["commits and panics", "commits and fails", "ends the transaction", "says retryable"];
-    if S::NAME != "sqlite" {
-        told.push("ends the transaction and is cut");
-    }
+    let told = ["commits and panics", "commits and fails", "ends the transaction", "says retryable"];
     for (number, told) in (0..).zip(told) {
         let key = format!("key-000000000000000{number}");
         let (_, state) = does(&world, &url, &key, told).await;

@@ -583,3 +583,26 @@ async fn a_transaction_whose_id_a_crash_gave_to_another_was_not_committed() {
     }
     store.close().await;
 }
+
+/// The transaction of a former owner may hang in its COMMIT, and keeps the row of the shard locked.
+/// The lease is waited for then. Shown by: the same time for a lock and for a statement (the server
+/// cancels the statement, and the relay ends with that error).
+#[tokio::test]
+async fn g10_a_lease_whose_row_is_locked_is_waited_for() {
+    with_database("g10_a_lease_whose_row_is_locked_is_waited_for", |database| async move {
+        let mut former = database.connection().await;
+        former.execute("begin; update oncebox.shard set revision = revision + 1").await.unwrap();
+        let options =
+            StoreOptions { handler_timeout: Duration::from_millis(100), ..StoreOptions::new(database.url.clone()) };
+        let store = PostgresStore::connect(&options).await.unwrap();
+        let request =
+            LeaseRequest { shard: 0, owner: "relay".into(), length: Duration::from_secs(60), read_bytes: 4 << 20 };
+        let locked = store.open(&request).await;
+        assert!(matches!(locked, Err(StoreError::Busy(_))), "{locked:?}");
+        former.execute("rollback").await.unwrap();
+        let LeaseAnswer::Taken(session) = store.open(&request).await.unwrap() else { panic!("it is free") };
+        session.release().await.unwrap();
+        store.close().await;
+    })
+    .await;
+}

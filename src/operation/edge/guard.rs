@@ -166,10 +166,9 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
     ///
     /// # Errors
     /// [`GuardError`]. The transaction was rolled back, except after [`StoreError::CommitUnknown`],
-    /// and where the handler has ended the transaction itself ([`StoreError::Fenced`]). If the
-    /// connection is lost or silent when this is asked, nobody knows whether it has, and the key
-    /// becomes UNKNOWN. Each of the three steps (check of the transaction, outcome, COMMIT) may
-    /// take the route's completion budget.
+    /// and after [`StoreError::Fenced`]: the handler has ended the transaction itself. Each of the
+    /// three steps (check of the transaction, outcome, COMMIT) may take the route's completion
+    /// budget.
     ///
     /// # Cancel safety
     /// None: the outcome of a dropped commit is unknown. The layer does not drop handlers.
@@ -190,12 +189,15 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
         // A savepoint can be set only inside a transaction. If a swallowed deadlock or a raw
         // ROLLBACK ended the transaction, the outcome would be stored without the effects (O2,
         // R23). A raw COMMIT ends the transaction too, so nothing is known about the effects.
-        let stands = timeout(route.completion_budget, tx.stands()).await;
-        if let Err(error) = stands.unwrap_or_else(|_| Err(StoreError::Unavailable(silent(route.completion_budget)))) {
-            // Not `Undone`, also where the question got no answer: the handler may have committed
-            // by itself. The key becomes UNKNOWN.
-            *self.progress.committed() = Committed::No;
-            return Err(error.into());
+        match timeout(route.completion_budget, tx.stands()).await {
+            Ok(Ok(())) => {}
+            Ok(Err(error @ StoreError::Fenced(_))) => {
+                // Not `Undone`: the handler may have committed by itself; the key becomes UNKNOWN.
+                *self.progress.committed() = Committed::No;
+                return Err(error.into());
+            }
+            Ok(Err(error)) => return undone(error.into()),
+            Err(_) => return undone(StoreError::Unavailable(silent(route.completion_budget)).into()),
         }
         let kept = Kept::Whole(reply.clone());
         let answer = match self.engine.encode(&self.endpoint, &self.owned.identity, &self.fingerprint, &kept) {

@@ -13,7 +13,7 @@ use super::pieces::exact_rows;
 use super::{SqlStore, Statement, sql};
 use crate::email::port::{EmailOutcome, EmailToSend, Mailbox};
 use crate::error::StoreError;
-use crate::inbox::port::waiting::{LEASE_MAX, RowLease};
+use crate::inbox::port::waiting::{LEASE_END_MAX, RowLease};
 use crate::operator::COUNTED_MAX;
 use crate::time::bound::LONGEST;
 
@@ -75,7 +75,7 @@ async fn change_old(
 }
 
 fn due(limit: usize) -> Statement {
-    sql(DUE).bind("lease_max", LEASE_MAX).bind("limit", limit)
+    sql(DUE).bind("lease_max", LEASE_END_MAX).bind("limit", limit)
 }
 
 async fn lease(store: &dyn SqlStore, limit: usize, lease: &RowLease) -> Result<Vec<EmailToSend>, StoreError> {

@@ -28,7 +28,7 @@ use super::pieces::exact_rows;
 use super::{Row, Session, Statement, Value, refused, sql};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
-use crate::inbox::port::waiting::{LEASE_MAX, LeasedMessage, RowLease, Scope, Waiting};
+use crate::inbox::port::waiting::{LEASE_END_MAX, LeasedMessage, RowLease, Scope, Waiting};
 use crate::message::Message;
 
 /// Rows that one sweep changes at most.
@@ -372,7 +372,7 @@ impl<S: OwnInbox> Waiting for S {
 
     async fn sweep(&self, consumer: ConsumerId) -> Result<u64, StoreError> {
         self.make_room().await?;
-        let of = |text| sql(text).bind("consumer", consumer).bind("most", SWEEP_MAX).bind("lease_max", LEASE_MAX);
+        let of = |text| sql(text).bind("consumer", consumer).bind("most", SWEEP_MAX).bind("lease_max", LEASE_END_MAX);
         let mut changed = 0;
         for (found, change) in [(LEASED_TOO_LONG, END_LEASES), (LOST_HEADS, MAKE_DUE)] {
             let rows: Vec<i64> = self.reader().await?.column(of(found)).await?;
