@@ -30,7 +30,7 @@ pub struct LeasedMessage {
     pub message: Message,
 }
 
-/// The longest lease.
+/// The longest time of a lease.
 const LEASE_MAX: Duration = Duration::from_secs(600);
 
 /// A lease that ends later than this from now was made before the database's clock went back, and
