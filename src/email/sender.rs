@@ -26,7 +26,7 @@ use crate::inbox::port::waiting::RowLease;
 use crate::observe::{self, Health, PartState};
 use crate::operation::rules::delivery::Delivery;
 use crate::operation::rules::provider::Settled;
-use crate::time::pace::{Pace, sleep_unless};
+use crate::time::pace::{Pace, in_pages, sleep_unless};
 use crate::time::since::Since;
 
 /// Settings of an e-mail sender.
@@ -174,13 +174,12 @@ impl Sender {
     }
 
     async fn forget_round(&self, stop: &CancellationToken) -> Result<(), StoreError> {
-        in_pages(stop, || self.store.blank_emails(self.options.content_kept, PAGE)).await?;
-        match self.options.keys_kept {
-            Some(keys_kept) if !stop.is_cancelled() => {
-                in_pages(stop, || self.store.forget_emails(keys_kept, PAGE)).await
-            }
-            _ => Ok(()),
+        let goes_on = || sleep_unless(stop, BETWEEN_PAGES);
+        in_pages(PAGE as u64, || self.store.blank_emails(self.options.content_kept, PAGE), goes_on).await?;
+        if let Some(keys_kept) = self.options.keys_kept.filter(|_| !stop.is_cancelled()) {
+            in_pages(PAGE as u64, || self.store.forget_emails(keys_kept, PAGE), goes_on).await?;
         }
+        Ok(())
     }
 
     async fn send_all(&self, stop: &CancellationToken) -> Result<(), StoreError> {
@@ -320,15 +319,6 @@ impl Failure {
         let settled = (is_refused && doubtful == 0).then_some(Settled::Failed);
         Delivery::of(settled, is_refused || last, doubtful)
     }
-}
-
-/// Changes one page after the other, until one is not full or the stop comes.
-async fn in_pages<F: Future<Output = Result<u64, StoreError>>>(
-    stop: &CancellationToken,
-    page: impl Fn() -> F,
-) -> Result<(), StoreError> {
-    while page().await? == PAGE as u64 && sleep_unless(stop, BETWEEN_PAGES).await {}
-    Ok(())
 }
 
 #[cfg(test)]

@@ -29,7 +29,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use futures_util::{StreamExt, stream};
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 
 use super::endpoint::Registered;
 use super::engine::Core;
@@ -38,6 +38,7 @@ use crate::error::StoreError;
 use crate::observe::{self, Forgotten, Noted};
 use crate::operation::port::{Basis, Fenced};
 use crate::operation::rules::{Mode, Record};
+use crate::time::pace::in_pages;
 
 const RECONCILED_AT_ONCE: usize = 8;
 /// How long one sweep starts reconciliations of a route; the next sweep continues. It waits for
@@ -46,6 +47,8 @@ const STARTS_FOR: Duration = Duration::from_secs(10);
 /// How long one sweep begins further batches of what has expired. With a smaller bound, or one
 /// batch a sweep, a busy service would store more than its sweeps delete.
 const DELETES_FOR: Duration = Duration::from_secs(10);
+/// The pause between two batches, in which requests have their turn.
+const BETWEEN: Duration = Duration::from_millis(20);
 /// The longest pause between two reconciliations of a record that stays UNKNOWN. The shortest is
 /// the lease of the route.
 const PAUSE_MAX: Duration = Duration::from_secs(3_600);
@@ -67,13 +70,24 @@ impl Core {
     pub async fn sweep(&self, limit: u32) -> Result<u64, StoreError> {
         self.announce().await;
         let until = Instant::now() + DELETES_FOR;
-        let mut forgotten = in_batches(limit, until, Forgotten::Bodies, || self.store().expire_bodies(limit)).await?;
+        let goes_on = || async move {
+            sleep(BETWEEN).await;
+            Instant::now() < until
+        };
+        let expire = || async {
+            self.store().expire_bodies(limit).await.inspect(|bodies| observe::forgotten(Forgotten::Bodies, *bodies))
+        };
+        let mut forgotten = in_pages(limit.into(), expire, goes_on).await?;
         let protected = self.protected();
         let (mut swept, mut asks, mut ended) = (HashSet::new(), Vec::new(), Ok(()));
         for endpoint in protected.iter().filter(|endpoint| swept.insert(endpoint.operation().clone())) {
             let route = endpoint.route();
-            let purge = || self.store().purge_keys(endpoint.operation(), &route.retention, route.id_skew, limit);
-            let purged = in_batches(limit, until, Forgotten::Keys, purge).await;
+            let purge = || async {
+                let purged =
+                    self.store().purge_keys(endpoint.operation(), &route.retention, route.id_skew, limit).await;
+                purged.inspect(|keys| observe::forgotten(Forgotten::Keys, *keys))
+            };
+            let purged = in_pages(limit.into(), purge, goes_on).await;
             if let Err(error @ StoreError::Unavailable(_)) = purged {
                 return Err(error);
             }
@@ -90,24 +104,6 @@ impl Core {
         // for example, holds up neither the purge nor the others.
         join_all(asks).await;
         ended.map(|()| forgotten)
-    }
-}
-
-/// Deletes batch after batch, until one is not full or the time is over. Returns how many.
-async fn in_batches<B: Future<Output = Result<u64, StoreError>>>(
-    limit: u32,
-    until: Instant,
-    what: Forgotten,
-    batch: impl Fn() -> B,
-) -> Result<u64, StoreError> {
-    let mut all = 0;
-    loop {
-        let gone = batch().await?;
-        observe::forgotten(what, gone);
-        all += gone;
-        if gone < u64::from(limit) || Instant::now() >= until {
-            return Ok(all);
-        }
     }
 }
 

@@ -76,17 +76,12 @@ struct Memory {
 }
 
 impl Memory {
-    /// Forgets what was concluded of rows and topics. Another owner draws its own conclusions, and
-    /// an operator may have redriven a row that ours are about.
-    fn forget_conclusions(&mut self) {
-        *self = Self { refused: self.refused, doubts: self.doubts, epoch: self.epoch, ..Self::default() };
-    }
-
-    /// Notes the epoch of a session that begins. A gap means that another owner came and went
-    /// unseen, while the database was away from this relay only.
+    /// Notes the epoch of a session that begins. Where it does not follow the last one, another
+    /// owner had the lease. That owner draws its own conclusions of rows and topics, and an
+    /// operator may have redriven a row that ours are about: ours are forgotten.
     fn begins(&mut self, epoch: i64) {
         if self.epoch.is_some_and(|last| epoch != last + 1) {
-            self.forget_conclusions();
+            *self = Self { refused: self.refused, doubts: self.doubts, ..Self::default() };
         }
         self.epoch = Some(epoch);
     }
@@ -237,7 +232,6 @@ impl Relay {
                     for trouble in [TOPICS, GAPS, HOUSEKEEPING] {
                         self.health.trouble(&self.part, trouble, None);
                     }
-                    memory.forget_conclusions();
                     let wait = left.min(self.options.lease / 4).max(Duration::from_millis(50));
                     if !sleep_unless(stop, wait).await {
                         return Ok(None);

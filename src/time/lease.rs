@@ -46,8 +46,8 @@ impl Lease {
     }
 }
 
-/// Epoch and revision, with which each write of a session is compared, so that a former owner
-/// cannot write.
+/// Epoch and revision as a session wrote them last. Each write of the session compares them with
+/// the row, so that a former owner changes nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Fence {
     /// Raised each time that the lease is taken, also by the same owner.

@@ -50,6 +50,24 @@ pub(crate) fn rest_after<T, E>(end: &Result<T, E>, took: Duration, least: Durati
     least.max((times * took).min(REST_MAX))
 }
 
+/// Does one page of the work after the other, until one has fewer rows than a full one, or until
+/// `goes_on` says no. Returns how many rows the pages had. `goes_on` makes the pause between two
+/// pages, in which others have their turn.
+pub(crate) async fn in_pages<P, G, E>(full: u64, page: impl Fn() -> P, goes_on: impl Fn() -> G) -> Result<u64, E>
+where
+    P: Future<Output = Result<u64, E>>,
+    G: Future<Output = bool>,
+{
+    let mut all = 0;
+    loop {
+        let rows = page().await?;
+        all += rows;
+        if rows < full || !goes_on().await {
+            return Ok(all);
+        }
+    }
+}
+
 /// Sleeps for this time. Returns false if the stop came first.
 pub async fn sleep_unless(stop: &CancellationToken, time: Duration) -> bool {
     tokio::select! {

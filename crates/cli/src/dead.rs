@@ -294,8 +294,7 @@ async fn list(store: &dyn Duties, filter: &DeadFilter, output: Output) -> Result
 }
 
 async fn show(store: &dyn Duties, number: &str, payload_to: Option<&Path>, output: Output) -> Result<(), AppError> {
-    let found = store.dead(&by_number(number)).await?.into_iter().next();
-    let message = found.ok_or_else(|| unknown(number))?;
+    let message = found(store, number).await?.ok_or_else(|| unknown(number))?;
     if let Some(file) = payload_to {
         let written = std::fs::write(file, &message.payload);
         written.map_err(|error| AppError::failed(format!("{} cannot be written: {error}", file.display())))?;
@@ -509,7 +508,7 @@ async fn left_alone(
 ) -> Result<BTreeMap<String, String>, AppError> {
     let mut left = BTreeMap::new();
     for number in named.iter().filter(|number| !done.contains(number)) {
-        let why = match store.dead(&by_number(number)).await?.into_iter().next() {
+        let why = match found(store, number).await? {
             Some(DeadMessage { requested: Some(earlier), .. }) => {
                 format!("the publisher has not carried out the earlier `{earlier}` yet")
             }
@@ -558,9 +557,10 @@ async fn hint_of_consumers(store: &dyn Duties, mut numbers: Vec<String>, wait: D
     Ok(())
 }
 
-/// A filter for one message, in any state.
-fn by_number(number: &str) -> DeadFilter {
-    DeadFilter { states: states(None), numbers: vec![number.to_owned()], limit: 1, ..DeadFilter::default() }
+/// The message with this number, in any state.
+async fn found(store: &dyn Duties, number: &str) -> Result<Option<DeadMessage>, AppError> {
+    let one = DeadFilter { states: states(None), numbers: vec![number.to_owned()], limit: 1, ..DeadFilter::default() };
+    Ok(store.dead(&one).await?.into_iter().next())
 }
 
 impl Meant {

@@ -147,8 +147,8 @@ pub struct KafkaSettings {
     /// How long a consumer may be silent before its partitions go to another consumer.
     #[serde(with = "span")]
     pub session_timeout: Duration,
-    /// Settings that are passed to librdkafka. One that would break a guarantee is an error that
-    /// names it.
+    /// Settings that are passed to librdkafka. The program names one that would break a guarantee,
+    /// and does not start.
     pub properties: BTreeMap<String, String>,
 }
 

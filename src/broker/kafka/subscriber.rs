@@ -29,6 +29,7 @@ const CLOSE_DEADLINE: Duration = Duration::from_secs(10);
 const ASK_AGAIN: Duration = Duration::from_millis(100);
 
 pub(super) struct KafkaSubscriber {
+    _leaves: LeavesOnDrop,
     shared: Arc<PollerState>,
     events: mpsc::UnboundedReceiver<Result<Event, BrokerError>>,
     // The thread owns the consumer, because destroying it waits.
@@ -59,7 +60,7 @@ impl KafkaSubscriber {
             tracing::warn!(%error, "kafka topics could not be created; the consumer waits for them");
         }
         let (open, asking) = (Arc::clone(&shared), Arc::clone(config));
-        let opening = Opening(Some(Arc::clone(&shared)));
+        let leaves = LeavesOnDrop(Arc::clone(&shared));
         let (consumer, ended) = blocking::run(move || {
             let consumer = BaseConsumer::from_config_and_context(&settings, context)
                 .map_err(|error| properties::refused(&error))?;
@@ -74,26 +75,17 @@ impl KafkaSubscriber {
             Ok((weak, ended))
         })
         .await?;
-        opening.has_joined();
-        Ok(Self { shared, events, consumer, ended, config: Arc::clone(config), unbegun: Vec::new() })
+        let (config, unbegun) = (Arc::clone(config), Vec::new());
+        Ok(Self { _leaves: leaves, shared, events, consumer, ended, config, unbegun })
     }
 }
 
-/// What is opening. Where the caller does not wait for it to end, it joins the group all the same:
-/// dropped, this makes it leave.
-struct Opening(Option<Arc<PollerState>>);
+/// Makes the polling thread leave the group, also one whose caller did not wait for it to begin.
+struct LeavesOnDrop(Arc<PollerState>);
 
-impl Opening {
-    fn has_joined(mut self) {
-        self.0 = None;
-    }
-}
-
-impl Drop for Opening {
+impl Drop for LeavesOnDrop {
     fn drop(&mut self) {
-        if let Some(shared) = self.0.take() {
-            shared.close();
-        }
+        self.0.close();
     }
 }
 
@@ -229,12 +221,6 @@ impl Subscriber for KafkaSubscriber {
     }
 }
 
-impl Drop for KafkaSubscriber {
-    fn drop(&mut self) {
-        self.shared.close();
-    }
-}
-
 /// The offsets that the broker has for these partitions, in their order. Retries up to a deadline,
 /// because a leader may be under election. A partition that has none then does not stop the others.
 fn found(
@@ -356,8 +342,15 @@ mod tests {
         let ended = CancellationToken::new();
         let thread = ended.clone().drop_guard();
         let config = Arc::new(KafkaConfig::from_url("kafka://b:1").expect("a URL"));
-        let mut subscriber =
-            KafkaSubscriber { shared, events, consumer: Weak::new(), ended, config, unbegun: Vec::new() };
+        let mut subscriber = KafkaSubscriber {
+            _leaves: LeavesOnDrop(Arc::clone(&shared)),
+            shared,
+            events,
+            consumer: Weak::new(),
+            ended,
+            config,
+            unbegun: Vec::new(),
+        };
         drop(thread);
         for _ in 0..2 {
             let heard = tokio::time::timeout(Duration::from_secs(1), subscriber.next()).await;

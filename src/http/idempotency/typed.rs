@@ -62,8 +62,8 @@ use crate::store::base::Base;
 /// members. A struct is read only from an object, although the derive alone would accept an array
 /// of its fields.
 pub trait JsonCommand: IdempotentCommand + DeserializeOwned + Send + Sync + 'static {
-    /// Checks the command after its defaults were filled in: a default counts like a value that was
-    /// given (M20).
+    /// Checks the command. Its defaults are filled in before, because a default counts like a value
+    /// that the client gave (M20).
     ///
     /// # Errors
     /// What is wrong, without values of the request.
@@ -81,8 +81,8 @@ pub struct Scoped<C> {
     pub command: C,
 }
 
-/// A command, its sender and its key, as `read` returns them to a service that runs the operation
-/// itself.
+/// A command, its sender and its key. A service that runs the operation itself gets them from
+/// [`TypedOperation::read`].
 #[derive(Debug)]
 pub struct Taken<C> {
     /// The command, with the scope of its sender.

@@ -16,7 +16,7 @@ use crate::inbox::port::ConsumerId;
 use crate::inbox::rules::horizon::{HorizonTooShort, Sources, purge_bound};
 use crate::observe;
 use crate::store::Duties;
-use crate::time::pace::{Pace, sleep_unless};
+use crate::time::pace::{Pace, in_pages, sleep_unless};
 
 /// The number of rows that one transaction reads.
 const PAGE: usize = 1_000;
@@ -49,7 +49,8 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
 
 /// Deletes all rows older than the horizon; returns how many.
 async fn round(shared: &Shared, consumer: ConsumerId, stop: &CancellationToken) -> Result<u64, RunError> {
-    while shared.store.forget_attempts(consumer, PAGE).await? == PAGE as u64 && sleep_unless(stop, BETWEEN).await {}
+    let forget = || shared.store.forget_attempts(consumer, PAGE);
+    in_pages(PAGE as u64, forget, || sleep_unless(stop, BETWEEN)).await?;
     // Checked again: since then, a topic may have been made, or its retention may be longer.
     check(shared, consumer).await?;
     let Some(horizon) = shared.options.horizon else { return Ok(0) };

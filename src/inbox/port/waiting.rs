@@ -36,7 +36,7 @@ const LEASE_MAX: Duration = Duration::from_secs(600);
 /// A lease that ends later than this from now was made before the database's clock went back, and
 /// is over (R22). It is more than [`LEASE_MAX`]: a statement knows the time of its beginning only,
 /// and another process may lease a row while it waits.
-pub(crate) const LEASE_END_MAX: Duration = Duration::from_secs(660);
+pub(crate) const LEASE_END_MAX: Duration = LEASE_MAX.saturating_add(Duration::from_secs(60));
 
 /// A lease on rows: for how long, and under which token. The token is the caller's, so that a lease
 /// whose answer was lost can be given back.

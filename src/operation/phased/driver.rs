@@ -385,16 +385,9 @@ impl Driver {
             Step::Resend | Step::Query if self.is_spent() => {
                 Ok(Next::End(self.release_unknown_outcome(self.pause(stored.attempts), self.reached).await?))
             }
-            Step::Send => {
-                if !self.catch_breath().await {
-                    return Ok(Next::Again);
-                }
-                self.send_again(effect, stored, intent, None).await
-            }
+            Step::Send | Step::Resend | Step::Query if !self.catch_breath().await => Ok(Next::Again),
+            Step::Send => self.send_again(effect, stored, intent, None).await,
             Step::Resend => {
-                if !self.catch_breath().await {
-                    return Ok(Next::Again);
-                }
                 // An effect that the query finds needs no second send. Also, a provider may have
                 // forgotten a key before its time.
                 if matches!(effect.strategy, Strategy::KeyAndQuery(_)) && !self.asked {
@@ -403,12 +396,7 @@ impl Driver {
                 self.asked = false;
                 self.send_again(effect, stored, intent, effect.strategy.window()).await
             }
-            Step::Query => {
-                if !self.catch_breath().await {
-                    return Ok(Next::Again);
-                }
-                self.query(effect, stored, intent, Asks::Only).await
-            }
+            Step::Query => self.query(effect, stored, intent, Asks::Only).await,
             Step::Wait { until } => self.wait(stored, stored.now.until(until)).await,
             Step::Operator(gap) => {
                 tracing::error!(operation = %self.driven.operation_id, effect = effect.name, ?gap, "an operation needs an operator");

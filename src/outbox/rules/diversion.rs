@@ -124,27 +124,25 @@ impl Diversion {
 
     /// Adds a diverted row, or changes its reason: a held row is now dead, or a dead row was
     /// redriven and is held.
-    pub(crate) fn divert(&mut self, mut row: DivertedRow) {
+    pub(crate) fn divert(&mut self, row: DivertedRow) {
         self.leave(row.position);
         let topic = self.topics.entry(row.topic.clone()).or_default();
+        topic.blocked += usize::from(row.why == Diverted::Destination);
+        let mut behind = BTreeSet::new();
         if let Some(key) = &row.key {
             let key = topic.keys.entry(key.clone()).or_default();
-            if row.why == Diverted::Destination && key.dead.first().is_some_and(|&dead| dead < row.position) {
-                row.why = Diverted::BehindDead;
-            }
             key.of(row.why).insert(row.position);
-            if row.why == Diverted::Dead {
-                let behind = key.destination.split_off(&row.position);
-                topic.blocked -= behind.len();
-                topic.on_way -= behind.intersection(&self.on_way).count();
-                for position in &behind {
-                    self.rows.entry(*position).and_modify(|row| row.why = Diverted::BehindDead);
-                }
-                key.behind_dead.extend(behind);
+            if let Some(dead) = key.dead.first() {
+                behind = key.destination.split_off(dead);
+                key.behind_dead.extend(&behind);
             }
         }
-        topic.blocked += usize::from(row.why == Diverted::Destination);
+        topic.blocked -= behind.len();
+        topic.on_way -= behind.intersection(&self.on_way).count();
         self.rows.insert(row.position, row);
+        for position in behind {
+            self.rows.entry(position).and_modify(|row| row.why = Diverted::BehindDead);
+        }
     }
 
     /// Records that a row is on its way back. Returns false if it already was.

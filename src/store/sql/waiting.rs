@@ -7,7 +7,8 @@
 //! * Rows behind a head have no due time, so a poll does not read them. The transaction that
 //!   removes a head makes the next row due, after its proof, and a sweep finds heads that a race
 //!   left without a due time.
-//! * What is leased behind a head is bounded in bytes, so that the memory of a retrier is (G11).
+//! * Behind a head at most 8 MiB of payload are leased, because memory is bounded whatever the
+//!   messages are (G11).
 //! * On PostgreSQL what finds rows by lists is planned for each run: the table is small until
 //!   something fails, and then large at once, and a kept plan would read all of it.
 //! * Rows are updated by their exact numbers: an update that searches would wait for every open
@@ -111,26 +112,31 @@ pub(in crate::store) const NEXT_DUE: &str =
 pub(in crate::store) const LEASE: &str =
     update_rows!("lease = :lease, due_at = {now} + {span :length}", "w.state = 'waiting'");
 
+/// These columns of the rows that stand behind a head.
+macro_rules! behind {
+    ($($columns:tt)*) => {
+        concat!(
+            "select ",
+            $($columns)*,
+            " from oncebox.waiting w {my: force index (waiting_lane)} \
+              where w.consumer_id = :consumer and w.lane_id = :lane and w.sequence > :head",
+            and_orders!("w"),
+            " order by w.sequence limit :most"
+        )
+    };
+}
+
 /// The rows behind a head, and for each whether it may be leased with the head: it waits, was
 /// never tried or leased, and its kind is in the scope.
-pub(in crate::store) const BEHIND: &str = concat!(
-    "select w.sequence, w.state = 'waiting' and w.attempts = 0 and w.lease is null and w.due_at is null {if of_kinds: and ",
+pub(in crate::store) const BEHIND: &str = behind!(
+    "w.sequence, w.state = 'waiting' and w.attempts = 0 and w.lease is null and w.due_at is null {if of_kinds: and ",
     of_kinds!(),
     "}, ",
-    message_columns!(),
-    " from oncebox.waiting w {my: force index (waiting_lane)} \
-      where w.consumer_id = :consumer and w.lane_id = :lane and w.sequence > :head",
-    and_orders!("w"),
-    " order by w.sequence limit :most"
+    message_columns!()
 );
 
-/// The sizes of the payloads of these rows.
-pub(in crate::store) const BEHIND_BYTES: &str = concat!(
-    "select {pg my: octet_length(w.payload)}{lite: length(w.payload)} from oncebox.waiting w {my: force index (waiting_lane)} \
-      where w.consumer_id = :consumer and w.lane_id = :lane and w.sequence > :head",
-    and_orders!("w"),
-    " order by w.sequence limit :most"
-);
+/// The sizes of the payloads behind a head, in bytes.
+pub(in crate::store) const BEHIND_BYTES: &str = behind!("{pg my: octet_length(w.payload)}{lite: length(w.payload)}");
 
 /// Rows are leased behind a head up to this many bytes of payload. Each retrier may hold as many.
 const BEHIND_BYTES_MAX: u64 = 8 << 20;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 
-use super::{State, by_number};
+use super::{State, found};
 use oncebox::app::AppError;
 use oncebox::store::{DeadState, Duties};
 
@@ -52,12 +52,11 @@ pub(super) async fn what_became(
     loop {
         let is_over = tokio::time::Instant::now() >= until;
         for number in last_tries.keys().cloned().collect::<Vec<_>>() {
-            let look = async || Ok::<_, AppError>(store.dead(&by_number(&number)).await?.into_iter().next());
             // The list is read state by state: a message that dies between two of these reads is in
             // neither. So a message is gone only if a second look misses it too.
-            let message = match look().await? {
-                None => look().await?,
-                found => found,
+            let message = match found(store, &number).await? {
+                None => found(store, &number).await?,
+                message => message,
             };
             let now = match message {
                 None if number.starts_with('o') => Became::Sent,

@@ -56,8 +56,7 @@ async fn three_of_each<F: Fixture>(trial: &Trial<F>, consumer: ConsumerId, keys:
     }
 }
 
-/// `lease_due` leases the head of a key alone. While the head is leased, it leases no other message
-/// of that key.
+/// `lease_due` leases only heads of keys. A key whose head is leased gives it no other message.
 pub async fn r25_only_the_head_of_a_key_is_leased<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let other = trial.consumer("other").await;

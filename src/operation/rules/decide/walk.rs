@@ -104,8 +104,8 @@ fn front_case(number: &mut usize, record: Facts) -> Facts {
 
 const FRONT_CASES: usize = 3 * 5 * 7 * 4 * 2 * 3 * 4 * 3 * 2;
 
-/// All choices of the front columns with one record, then all records with one choice of the front
-/// columns.
+/// All choices of the front columns, each with the same record; then all records, each with the
+/// same choice of the front columns.
 fn cases() -> impl Iterator<Item = Facts> {
     let records = (0..RECORD_CASES).map(|number| record_case(&mut { number }));
     // A finished record that could be replayed, because a wrong table would most likely replay it.
