@@ -86,6 +86,35 @@ async fn a_message_that_cannot_be_stored_does_not_stop_its_partition_on_mariadb(
     .await;
 }
 
+/// A message without an id is stored in the transaction of its batch. Shown by: trying the batch
+/// three times before it is halved, as where the database is in trouble.
+#[tokio::test]
+async fn a_message_that_cannot_be_stored_is_found_among_many_in_a_few_tries() {
+    on_postgres("unstorable_among_many", |world| async move {
+        let refuse = "create sequence tries;
+            create function refuse() returns trigger language plpgsql as $$ begin
+            if octet_length(new.payload) > 0 then perform nextval('tries'); raise exception 'too large'; end if;
+            return new; end $$;
+            create trigger refuse before insert on oncebox.waiting for each row execute function refuse()";
+        world.run(refuse).await;
+        let headers = [("ce_type", b"made".as_slice()), ("ce_source", b"test".as_slice())];
+        world.broker.append("t", Some(b"a".as_slice()), &headers, Some(b"a1".as_slice()));
+        let names: Vec<String> = (0..99).map(|n| format!("b{n}")).collect();
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        world.deliver_all(&names);
+        let consumer = world.consumer(consumer_options(), Does(|_: &str, _: &oncebox::Message| Act::Done));
+        world.until_effects(&names).await;
+        world.until_consumer("dead", |ledger| ledger.dead == 1).await;
+        assert_eq!(world.dead().await[0].reason, "unstorable");
+        let tries: u32 = world.store.texts("select last_value::text from tries").await[0].parse().unwrap();
+        // A hundred are halved seven times. Alone it is tried twice, then stored, and three failures each
+        // time show that they are its own.
+        assert!(tries <= 17, "{tries} tries");
+        consumer.end().await;
+    })
+    .await;
+}
+
 /// Longer than 64 kB: a foreign producer writes what it likes.
 #[tokio::test]
 async fn a_message_with_a_long_source_and_kind_is_stored_whole() {

@@ -318,6 +318,7 @@ macro_rules! store_conformance {
                 a_message_with_a_dead_copy_is_dead_once,
                 a_message_comes_back_from_waiting_as_it_was,
                 a_message_is_not_due_before_its_time,
+                a_message_is_stored_whatever_its_time_is,
                 a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_reads_its_topic,
                 r25_only_a_head_is_due_next,
                 r25_what_was_never_tried_of_a_key_is_leased_with_its_head,

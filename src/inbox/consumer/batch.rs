@@ -14,7 +14,7 @@ use super::calls::{Failure, Wanted};
 use super::item::Item;
 use super::options::Unhandled;
 use super::transaction::{NotCommitted, commit, handle, roll_back, undo, unless};
-use super::verdict::{id_reused, not_handled, out_of_time};
+use super::verdict::{dead, id_reused, out_of_time, say_dead};
 use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, InboxTx, ParkAs, Parked};
 use crate::message::{Message, MessageId};
@@ -38,6 +38,7 @@ enum Body {
     Commit {
         outcomes: Vec<DeliveryOutcome>,
         handled: Vec<usize>,
+        parked: Vec<Parked>,
     },
     /// Every item was known, and nothing was written.
     Known(Vec<DeliveryOutcome>),
@@ -70,9 +71,12 @@ pub(super) async fn run(
     let mut tx = tx?;
     let mut handlers = Handlers::default();
     let why = match unless(give_up, body(shared, tx.as_mut(), items, attempt, &mut handlers)).await {
-        Some(Ok(Body::Commit { outcomes, handled })) => {
-            let failure = commit(tx, &handled, handlers.enqueued).await?;
-            return Ok(Some(failure.map_or(BatchEnd::Done(outcomes), BatchEnd::Failed)));
+        Some(Ok(Body::Commit { outcomes, handled, parked })) => {
+            if let Some(failure) = commit(tx, &handled, handlers.enqueued).await? {
+                return Ok(Some(BatchEnd::Failed(failure)));
+            }
+            parked.iter().for_each(|parked| say_dead(&shared.options.name, parked));
+            return Ok(Some(BatchEnd::Done(outcomes)));
         }
         // Nobody waits for the end of a transaction that wrote nothing.
         Some(Ok(Body::Known(outcomes))) => {
@@ -115,16 +119,16 @@ async fn body(
         let outcome = match fate {
             Fate::Duplicate => DeliveryOutcome::Duplicate,
             Fate::Mismatch => {
-                parked.push(id_reused(&shared.options.name, item));
+                parked.push(id_reused(item));
                 DeliveryOutcome::Mismatch
             }
             Fate::OutOfTime(reason) => {
-                parked.push(out_of_time(&shared.options.name, item, reason));
+                parked.push(out_of_time(item, reason));
                 DeliveryOutcome::Dead
             }
             Fate::New | Fate::Behind if item.unusable.is_some() => {
                 let why = item.unusable.as_deref().unwrap_or_default();
-                parked.push(not_handled(&shared.options.name, item, "no-usable-id", why));
+                parked.push(dead(item, "no-usable-id", why, false));
                 DeliveryOutcome::Dead
             }
             // A message without a handler has no effect that could come too early, so it does not
@@ -138,7 +142,7 @@ async fn body(
                 None if shared.options.unhandled == Unhandled::Acknowledge => DeliveryOutcome::Unhandled,
                 None => {
                     let error = format!("no handler takes the kind `{}`", item.message.kind);
-                    parked.push(not_handled(&shared.options.name, item, "unhandled", &error));
+                    parked.push(dead(item, "unhandled", &error, false));
                     DeliveryOutcome::Unhandled
                 }
                 Some((number, handler)) => {
@@ -165,7 +169,7 @@ async fn body(
         let ids: Vec<MessageId> = items.iter().map(|item| item.message.id).collect();
         tx.clear_attempts(&ids).await?;
     }
-    Ok(Body::Commit { outcomes, handled })
+    Ok(Body::Commit { outcomes, handled, parked })
 }
 
 /// The new items that are unfinished if the transaction ends too early, including items that no

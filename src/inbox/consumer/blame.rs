@@ -11,7 +11,9 @@ use super::Shared;
 use super::transaction::roll_back;
 use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, InboxEntry};
+use crate::inbox::rules::split::{PAUSE_FIRST, PAUSE_MAX};
 use crate::message::MessageId;
+use crate::time::retry::pause;
 
 /// How often a message must fail while the database works for others right after it.
 const TIMES: u32 = 3;
@@ -43,6 +45,11 @@ impl Blame {
             true if may_be_its_own => Fault::Its,
             true => Fault::Lasting,
         }
+    }
+
+    /// The pause before the next try of the message, while the database works for others.
+    pub(super) fn pause(&self) -> Duration {
+        pause(PAUSE_FIRST, PAUSE_MAX, self.0, fastrand::f64())
     }
 
     /// Whether the database worked after the last failure, so that the cause will be known soon.

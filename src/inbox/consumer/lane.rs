@@ -20,6 +20,7 @@ use tracing::field::display;
 use super::Shared;
 use super::aside::Aside;
 use super::batch::{self, BatchEnd};
+use super::blame::Blame;
 use super::calls::Failure;
 use super::item::{Done, End, Item};
 use crate::error::{HandlerError, StoreError};
@@ -248,6 +249,11 @@ impl Lane {
                 }
                 stack.push(Work::Batch(rest, tries));
             }
+            // One message alone shows to whom the failure belongs.
+            Err(error) if items.len() > 1 && error.may_be_its_own() => {
+                self.wait_out(&error).await;
+                stack_up(items, split::without_blame(whole), &tries, None, stack);
+            }
             Err(error) => self.again(items, tries, &error.to_string(), None, stack).await,
         }
     }
@@ -450,9 +456,10 @@ impl Lane {
         format!("lane {}", self.number)
     }
 
-    /// Waits before the next try. The database works for others, so no trouble is shown.
-    async fn pause(&mut self) {
-        sleep_unless(&self.stop, self.fault.pause(fastrand::f64())).await;
+    /// Waits before the next try of one message. The database works for others, so no trouble is
+    /// shown, and earlier failures do not make the pause longer.
+    async fn pause(&self, blame: &Blame) {
+        sleep_unless(&self.stop, blame.pause()).await;
     }
 
     /// Waits for a database that is away or returned a transient error.

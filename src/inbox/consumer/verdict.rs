@@ -8,6 +8,8 @@ use crate::message::Message;
 use crate::observe::{self, DeliveryOutcome};
 use crate::time::retry::{Asked, Decision, RetryPolicy};
 
+/// The reason of a message whose id stands in the inbox with different content.
+const ID_REUSED: &str = "id-reused";
 /// The reason of a message whose handler ended the transaction that it was given.
 pub(super) const ENDED: &str = "transaction-ended";
 /// The error text for such a message.
@@ -35,25 +37,27 @@ pub(super) fn dead(item: &Item, reason: &str, error: &str, holds: bool) -> Parke
     Parked { message: item.message.clone(), park_as, attempts: 0, error: Some(error.to_owned()) }
 }
 
-/// Logs an alarm (G7) and returns the stored form of a message that has the id of another one. It
-/// does not stop later messages of its key.
-pub(super) fn id_reused(consumer: &str, item: &Item) -> Parked {
-    tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, place = %item.message.coordinates, "the same message id with different content");
-    dead(item, "id-reused", "the same id stands in the inbox with different content", false)
+/// The stored form of a message that has the id of another one. It does not stop later messages of
+/// its key.
+pub(super) fn id_reused(item: &Item) -> Parked {
+    dead(item, ID_REUSED, "the same id stands in the inbox with different content", false)
 }
 
-/// Logs, and returns the stored form of, a message that is dead without a try: it has no usable id,
-/// or no handler takes its kind. It does not stop later messages of its key.
-pub(super) fn not_handled(consumer: &str, item: &Item, reason: &str, error: &str) -> Parked {
-    tracing::error!(consumer, id = %item.message.id, sent_id = %item.message.id_text, topic = %item.message.topic, reason, error, "a message is dead");
-    dead(item, reason, error, false)
-}
-
-/// Logs, and returns the stored form of, a message that is too old or from the future (R31). It
-/// does not stop later messages of its key.
-pub(super) fn out_of_time(consumer: &str, item: &Item, reason: &str) -> Parked {
+/// The stored form of a message that is too old or from the future (R31). It does not stop later
+/// messages of its key.
+pub(super) fn out_of_time(item: &Item, reason: &str) -> Parked {
     let why = "its inbox row is deleted, or will be soon, so a second copy could not be told apart; redrive it if it was not handled";
-    not_handled(consumer, item, reason, why)
+    dead(item, reason, why, false)
+}
+
+/// Logs a message that is stored as dead, and nothing of one that waits. It is called after the
+/// commit: a transaction that was rolled back runs again, and says it then.
+pub(super) fn say_dead(consumer: &str, parked: &Parked) {
+    let Parked { message, park_as: ParkAs::Dead { reason, holds }, attempts: tries, error } = parked else { return };
+    let error = error.as_deref().unwrap_or_default();
+    // Two messages with one id are an alarm of their own (G7).
+    let what = if reason == ID_REUSED { "the same message id with different content" } else { "a message is dead" };
+    tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, place = %message.coordinates, tries, reason, holds, error, "{what}");
 }
 
 /// Logs a failed try of a message; never its payload.

@@ -1,12 +1,14 @@
 //! Messages of a consumer in the waiting table, on every database. They are stored whole, so that a
 //! later try or an operator needs nothing else.
 //!
-//! Guarantees: a message is read back exactly as it was stored, with any bytes and characters. A
-//! dead message is stored once for its id and content hash; one that was refused makes room for one
-//! that ran.
+//! Guarantees: a message is read back exactly as it was stored, with any bytes and characters,
+//! except for a time outside the years 1000 to 9999. A dead message is stored once for its id and
+//! content hash; one that was refused makes room for one that ran.
 
 use std::collections::HashMap;
+use std::ops::RangeInclusive;
 
+use chrono::Datelike;
 use uuid::Uuid;
 
 use super::{Row, Session, Statement, Value, foreign, refused, sql};
@@ -51,6 +53,10 @@ pub(in crate::store) fn message_of(row: &dyn Row, first: usize) -> Result<Messag
         headers: row.get_headers(first + 16)?,
     })
 }
+
+/// The years that a stored time may have: those that MySQL takes. Any client of a broker may give a
+/// message another time; it is left out, for it says nothing of the message.
+const YEARS: RangeInclusive<i32> = 1000..=9999;
 
 const HISTORIES: &str = "select a.message_id, a.history{pg: ::text} from \
     {each attempt a ids message_id :ids primary} and a.consumer_id = :consumer";
@@ -141,7 +147,7 @@ fn stored(consumer: ConsumerId, parked: &Parked, history: &str) -> Statement {
         .bind("tombstone", message.tombstone)
         .bind("content_type", Value::Foreign(message.content_type.clone()))
         .bind("source", foreign(&message.source))
-        .bind("time", Value::SentAt(message.time))
+        .bind("time", Value::SentAt(message.time.filter(|at| YEARS.contains(&at.year()))))
         .bind("traceparent", trace.map(|trace| &trace.traceparent))
         .bind("tracestate", Value::Foreign(trace.and_then(|trace| trace.tracestate.clone())))
         .bind("place", foreign(&message.coordinates.place))

@@ -213,6 +213,21 @@ pub async fn a_message_comes_back_from_waiting_as_it_was<F: Fixture>(trial: &Tri
     }
 }
 
+/// A client of a broker may give a message a time that not every database takes. The message is
+/// stored without it.
+pub async fn a_message_is_stored_whatever_its_time_is<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("c").await;
+    for millis in [-210_866_803_200_000, 8_000_000_000_000_000] {
+        let mut given = message("k", "at an odd time");
+        given.time = chrono::DateTime::from_timestamp_millis(millis);
+        assert!(given.time.is_some());
+        trial.park(consumer, &given, due()).await;
+        let leased = lease(trial, consumer).await.remove(0);
+        assert_eq!(leased.message, Message { attempt: 2, time: None, ..given });
+        assert!(finish(trial, consumer, &leased).await);
+    }
+}
+
 /// A waiting message becomes due at its time, and `next_due` says how long that takes.
 pub async fn a_message_is_not_due_before_its_time<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;

@@ -151,7 +151,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
             Err(away) => (away.may_be_its_own(), HandlerError::transient(away)),
         };
         match blame.of(&shared, lane.consumer, may_be_its_own).await {
-            Fault::Transient if blame.is_open() => lane.pause().await,
+            Fault::Transient if blame.is_open() => lane.pause(&blame).await,
             Fault::Transient => lane.wait_out(&error).await,
             Fault::Lasting => return wait_behind_its_key(lane, item, &error, counted - u32::from(unspent)).await,
             Fault::Its => {

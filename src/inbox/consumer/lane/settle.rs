@@ -39,10 +39,14 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
                 return lane.report(&item, End::Committed);
             }
             Err(error) => {
-                if error.may_be_its_own() && blame.of(&lane.shared, lane.consumer, true).await == Fault::Its {
+                let may_be_its_own = error.may_be_its_own() && unstorable.is_none();
+                if may_be_its_own && blame.of(&lane.shared, lane.consumer, true).await == Fault::Its {
                     unstorable = Some(error.to_string());
+                } else if may_be_its_own && blame.is_open() {
+                    lane.pause(&blame).await;
+                } else {
+                    lane.wait_out(&error).await;
                 }
-                lane.wait_out(&error).await;
                 if lane.is_left(&item) {
                     return lane.report(&item, End::Left);
                 }
@@ -55,21 +59,16 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
 /// was there already: another process finished it meanwhile.
 fn say(lane: &Lane, stored: Option<&Parked>) -> DeliveryOutcome {
     let consumer = &lane.shared.options.name;
-    let Some(Parked { message, park_as, attempts: tries, error }) = stored else {
-        return DeliveryOutcome::Duplicate;
-    };
+    let Some(parked) = stored else { return DeliveryOutcome::Duplicate };
+    let Parked { message, park_as, attempts: tries, error } = parked;
+    if matches!(park_as, ParkAs::Dead { .. }) {
+        verdict::say_dead(consumer, parked);
+        return DeliveryOutcome::Dead;
+    }
     let (id, sent_id, topic) = (message.id, &message.id_text, &message.topic);
     let error = error.as_deref().unwrap_or_default();
-    match park_as {
-        ParkAs::Dead { reason, holds } => {
-            tracing::error!(%consumer, %id, %sent_id, topic, tries, reason, holds, error, "a message is dead");
-            DeliveryOutcome::Dead
-        }
-        ParkAs::Due(_) | ParkAs::Behind => {
-            tracing::warn!(%consumer, %id, %sent_id, topic, tries, error, "a message waits for a retry");
-            DeliveryOutcome::Retried
-        }
-    }
+    tracing::warn!(%consumer, %id, %sent_id, topic, tries, error, "a message waits for a retry");
+    DeliveryOutcome::Retried
 }
 
 /// Stores the message in one transaction and returns its stored form; `None` where its inbox row
@@ -93,8 +92,8 @@ async fn store(
                     parked.park_as = ParkAs::Behind;
                 }
             }
-            Some(Fate::Mismatch) => parked = id_reused(&lane.shared.options.name, item),
-            Some(Fate::OutOfTime(reason)) => parked = out_of_time(&lane.shared.options.name, item, reason),
+            Some(Fate::Mismatch) => parked = id_reused(item),
+            Some(Fate::OutOfTime(reason)) => parked = out_of_time(item, reason),
         }
         if let Some(why) = unstorable {
             parked = without_content(parked, why, lane.shared.options.holds());
