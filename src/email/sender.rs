@@ -131,6 +131,7 @@ impl Sender {
     /// If the future is dropped, a row that is being sent is sent again later under the same
     /// Message-ID.
     pub async fn run(&self, stop: CancellationToken) -> Result<(), StoreError> {
+        self.health.set(PART, PartState::Starting);
         let ends = stop.child_token();
         let sending = async {
             let end = self.send_all(&stop).await;

@@ -22,6 +22,7 @@ use tokio::time::timeout;
 use crate::error::redact;
 use crate::task;
 use crate::text::percent::percent_decode;
+use crate::time::since::Since;
 
 /// How long a connect to one address may take. It leaves time to try the next address.
 const CONNECTING: Duration = Duration::from_secs(6);
@@ -115,6 +116,21 @@ impl Step {
     }
 }
 
+/// The time that a whole dialogue may take.
+#[derive(Debug, Clone, Copy)]
+struct Limit {
+    began: Since,
+    within: Duration,
+}
+
+impl Limit {
+    /// The failure of a dialogue whose time ended at this step.
+    fn over_at(self, step: Step) -> Failure {
+        let error = format!("{step}: the server did not take it within {} s", self.within.as_secs());
+        Failure { error, means: step.cut() }
+    }
+}
+
 impl SmtpServer {
     /// Reads the URL; an error tells what is wrong with it, without its password.
     pub(super) fn from_url(text: &str) -> Result<Self, String> {
@@ -150,16 +166,13 @@ impl SmtpServer {
     /// # Cancel safety
     /// If the future is dropped, the connection is closed, and the e-mail may have been sent.
     pub(super) async fn send(&self, envelope: &Envelope, bytes: &[u8], within: Duration) -> Result<(), Failure> {
-        let mut step = Step::Connect;
-        timeout(within, self.talk(envelope, bytes, &mut step)).await.unwrap_or_else(|_| {
-            let error = format!("{step}: the server did not take it within {} s", within.as_secs());
-            Err(Failure { error, means: step.cut() })
-        })
+        let (limit, mut step) = (Limit { began: Since::now(), within }, Step::Connect);
+        timeout(within, self.talk(envelope, bytes, &mut step, limit)).await.unwrap_or_else(|_| Err(limit.over_at(step)))
     }
 
-    async fn talk(&self, envelope: &Envelope, bytes: &[u8], step: &mut Step) -> Result<(), Failure> {
+    async fn talk(&self, envelope: &Envelope, bytes: &[u8], step: &mut Step, limit: Limit) -> Result<(), Failure> {
         let mut connection = self.connect().await.map_err(|error| Step::Connect.failed(&error))?;
-        let said = hand_over(&mut connection, envelope, bytes, step).await;
+        let said = hand_over(&mut connection, envelope, bytes, step, limit).await;
         // A server that accepts an e-mail and then hangs has accepted it.
         drop(task::spawn(timeout(GOODBYE, async move { connection.quit().await })));
         said
@@ -192,6 +205,7 @@ async fn hand_over(
     envelope: &Envelope,
     bytes: &[u8],
     step: &mut Step,
+    limit: Limit,
 ) -> Result<(), Failure> {
     let is_ascii = |address: &Address| AsRef::<str>::as_ref(address).is_ascii();
     let is_own_plain = envelope.from().is_none_or(is_ascii);
@@ -215,6 +229,11 @@ async fn hand_over(
         connection.command(Rcpt::new(recipient.clone(), Vec::new())).await.map_err(failed(*step))?;
     }
     connection.command(Data).await.map_err(failed(*step))?;
+    // A process that was frozen finds the answer there when it wakes, and the time limit is asked
+    // only after that. Another sender may have taken the e-mail meanwhile.
+    if limit.began.elapsed() >= limit.within {
+        return Err(limit.over_at(*step));
+    }
     *step = Step::Text;
     connection.message(bytes).await.map_err(failed(*step))?;
     Ok(())
@@ -315,6 +334,37 @@ mod tests {
         assert!(!was_answered);
         timeout(Duration::from_secs(20), hangs.1.notified()).await.expect("its connection is closed");
         assert!(send().await.is_ok());
+    }
+
+    /// Shown by: leaving the limit to the timer. It asks the dialogue first, which finds the answer
+    /// and sends the text; by then another sender may have sent the same e-mail.
+    #[tokio::test]
+    async fn a_process_that_was_frozen_past_the_limit_does_not_send_the_text() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (server, within) = (server(&listener), Duration::from_secs(1));
+        let serving = tokio::spawn(async move {
+            let mut socket = BufReader::new(listener.accept().await.unwrap().0);
+            socket.write_all(b"220 test\r\n").await.unwrap();
+            let (mut line, mut text) = (String::new(), None::<String>);
+            while socket.read_line(&mut line).await.unwrap_or(0) > 0 {
+                if let Some(text) = &mut text {
+                    text.push_str(&line);
+                } else if line.starts_with("DATA") {
+                    text = Some(String::new());
+                    socket.write_all(b"354 go on\r\n").await.unwrap();
+                    // The only thread of this program stands, as all of them do in a process that is stopped.
+                    std::thread::sleep(within);
+                } else {
+                    socket.write_all(b"250 ok\r\n").await.unwrap();
+                }
+                line.clear();
+            }
+            text
+        });
+        let failure = server.send(&envelope(), b"Thanks.", within).await.unwrap_err();
+        assert_eq!(failure.means, Means::NotNow, "{}", failure.error);
+        let text = serving.await.unwrap().expect("it was asked for the text");
+        assert!(!text.contains("Thanks"), "{text}");
     }
 
     /// Answers every command with yes. With `silent` it leaves the first MAIL without an answer,

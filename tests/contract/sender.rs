@@ -129,6 +129,23 @@ async fn a_sender_whose_server_is_away_is_not_ready_until_it_is_back() {
     assert_eq!(world.store.texts("select state || ' ' || attempts from oncebox_email").await, ["pending 0"]);
 }
 
+/// Shown by: a state that is set only after the first e-mail. Whoever asks whether the sender is
+/// ready got no reason.
+#[tokio::test]
+async fn a_sender_that_has_sent_nothing_yet_says_that_it_starts() {
+    let world = sqlite().await;
+    let silent = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    queue(&world, "receipt_1", "Receipt").await;
+    let transport = EmailTransport::smtp(&format!("smtp://{}", silent.local_addr().unwrap())).unwrap();
+    let options = SenderOptions::new("shop@example.com");
+    let sender = Sender::new(world.store.clone(), transport, options, world.health.clone()).unwrap();
+    let running = tokio::spawn(async move { sender.run(CancellationToken::new()).await });
+    silent.accept().await.unwrap();
+    let lines = world.health.lines();
+    assert!(!world.health.is_ready() && lines.iter().any(|line| line.contains("starting")), "{lines:?}");
+    running.abort();
+}
+
 /// Of a refused recipient alone it is known that it is about this e-mail. A server may ask for
 /// credentials for some recipients only, and refuse us by policy not before it knows a recipient.
 /// Shown by: holding the sender for any 530; taking every 5xx at a recipient for a refusal.
