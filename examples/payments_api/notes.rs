@@ -31,7 +31,11 @@ impl TryFrom<String> for Text {
     type Error = &'static str;
 
     fn try_from(text: String) -> Result<Self, Self::Error> {
-        if text.contains('\0') { Err("a text has no NUL") } else { Ok(Self(text)) }
+        match text.len() {
+            _ if text.contains('\0') => Err("a text has no NUL"),
+            65_536.. => Err("a text has at most 65535 bytes"),
+            _ => Ok(Self(text)),
+        }
     }
 }
 

@@ -472,7 +472,8 @@ pub trait Bridged: Send {
     ///
     /// # Errors
     /// [`StoreError::Fenced`]: the transaction has ended, by COMMIT or by ROLLBACK. Any other error
-    /// is the database's: the transaction was not committed.
+    /// is the database's, and does not tell how the transaction ended; one that was still open was
+    /// not committed.
     fn stands(&mut self) -> impl Future<Output = Result<(), StoreError>> + Send;
 }
 

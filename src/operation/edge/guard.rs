@@ -166,9 +166,10 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
     ///
     /// # Errors
     /// [`GuardError`]. The transaction was rolled back, except after [`StoreError::CommitUnknown`],
-    /// and after [`StoreError::Fenced`]: the handler has ended the transaction itself. Each of the
-    /// three steps (check of the transaction, outcome, COMMIT) may take the route's completion
-    /// budget.
+    /// and after [`StoreError::Fenced`]: the handler has ended the transaction itself. If it did,
+    /// and the connection fails before the check, nothing can tell: the key runs again, and the
+    /// effects may come twice. Each of the three steps (check of the transaction, outcome, COMMIT)
+    /// may take the route's completion budget.
     ///
     /// # Cancel safety
     /// None: the outcome of a dropped commit is unknown. The layer does not drop handlers.
@@ -196,6 +197,8 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
                 *self.progress.committed() = Committed::No;
                 return Err(error.into());
             }
+            // No answer does not tell a handler that committed from one whose connection failed. The
+            // second is the usual one, at each failover, and its key must not wait for an operator.
             Ok(Err(error)) => return undone(error.into()),
             Err(_) => return undone(StoreError::Unavailable(silent(route.completion_budget)).into()),
         }
