@@ -280,9 +280,10 @@ async fn list(store: &dyn Duties, filter: &DeadFilter, output: Output) -> Result
             message.key.clone().unwrap_or_default(),
             message.message_id.to_string(),
             message.sent_id.clone().unwrap_or_default(),
-            match &message.requested {
-                Some(requested) => format!("{} ({requested} requested)", message.reason),
-                None => message.reason.clone(),
+            match (&message.requested, &message.held_by) {
+                (Some(requested), _) => format!("{} ({requested} requested)", message.reason),
+                (None, Some(dead)) => format!("{}, {dead}", message.reason),
+                (None, None) => message.reason.clone(),
             },
             error,
             message.attempts.to_string(),
@@ -322,6 +323,7 @@ async fn show(store: &dyn Duties, number: &str, payload_to: Option<&Path>, outpu
     data!("kind          {}", printable(&message.kind));
     data!("content type  {}", or_none(message.content_type.as_deref()));
     data!("reason        {}", printable(&message.reason));
+    data!("held by       {}", message.held_by.as_deref().unwrap_or("-"));
     data!("tries         {}", message.attempts);
     data!("behind it     {}", message.behind);
     data!("since         {}", message.since.to_rfc3339());
@@ -562,7 +564,7 @@ async fn hint_of_consumers(store: &dyn Duties, mut numbers: Vec<String>, wait: D
 }
 
 /// The message with this number, in any state.
-async fn found(store: &dyn Duties, number: &str) -> Result<Option<DeadMessage>, AppError> {
+pub(super) async fn found(store: &dyn Duties, number: &str) -> Result<Option<DeadMessage>, AppError> {
     let one = DeadFilter { states: states(None), numbers: vec![number.to_owned()], limit: 1, ..DeadFilter::default() };
     Ok(store.dead(&one).await?.into_iter().next())
 }

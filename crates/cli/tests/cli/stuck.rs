@@ -366,4 +366,25 @@ fn doctor_has_a_remedy_for_all_that_status_calls_stuck() {
     let waiting = finding(&place, &["--older-than", "0s"], "consumer ledger: waiting");
     assert!(waiting["remedy"].as_str().is_some_and(|remedy| remedy.starts_with("start a process")), "{waiting}");
     place.oncebox(&["doctor"]).run().ends_with(3, &["stuck"]);
+    // What is held has no error. The dead message of its key has one.
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.sql(&format!(
+        "insert into oncebox_outbox (topic, key, kind, payload) values
+           ('payments', 'acc-7', 'payment.created', '{{\"paymentId\":\"p1\"}}'),
+           ('payments', 'acc-7', 'payment.created', '{}')",
+        payment("p2")
+    ));
+    place.publish();
+    place.consume(&config).ok();
+    place.sql("update oncebox_waiting set stored_at = stored_at - 3600000");
+    let waiting = finding(&place, &[], "consumer ledger: waiting");
+    let says = |name: &str, words: &str| assert!(waiting[name].as_str().unwrap().contains(words), "{words}: {waiting}");
+    says("detail", "the oldest, c2 of topic payments");
+    says("detail", "behind a dead message of its key, c1: the parameter `account`");
+    says("remedy", "redrive or discard c1; `oncebox dead show c1`");
+    assert!(place.oncebox(&["dead", "show", "c2"]).run().ok().contains("held by       c1\n"));
+    let listed = place.oncebox(&["dead", "list", "--state", "held"]).run().ok();
+    assert!(listed.contains("behind a dead message of its key, c1"), "{listed}");
+    place.oncebox(&["dead", "redrive", "c2", "--why", "x"]).run().fails(4, &["c2: it waits", "c1, which is dead"]);
 }
