@@ -90,6 +90,10 @@ fn owners(status: &Status) -> String {
     owners.join(", ")
 }
 
+/// What to do where a shard has no owner.
+const START: &str = "start `publisher`; if one runs, its /readyz says what it waits for: another session may have \
+                     locked the row of its lease in the table of shards";
+
 /// Why nobody works on the pending messages. A warning where none of them is too old.
 fn relay(status: &Status, is_old: bool, without_owner: &str) -> Finding {
     let owners = owners(status);
@@ -98,8 +102,8 @@ fn relay(status: &Status, is_old: bool, without_owner: &str) -> Finding {
             format!("owned by {owners}"),
             "see the log and /readyz of the publisher, and what is said here of the broker",
         ),
-        (false, true) => ("no publisher owns it".to_owned(), "start `publisher`"),
-        (false, false) => (format!("no publisher owns shard {without_owner}"), "start `publisher`"),
+        (false, true) => ("no publisher owns it".to_owned(), START),
+        (false, false) => (format!("no publisher owns shard {without_owner}"), START),
     };
     let pending = messages(status.pending);
     match is_old {

@@ -340,8 +340,12 @@ fn a_shard_that_is_made_later_is_served_by_the_publisher_that_runs() {
     consumer.stop().ok();
 }
 
+/// What doctor advises where no publisher owns a shard.
+const START: &str = "start `publisher`; if one runs, its /readyz says what it waits for: another session may have \
+                     locked the row of its lease in the table of shards";
+
 // Shown by: a doctor that has findings of its own: it said `ok` of the first, and nothing of a
-// consumer that is gone.
+// consumer that is gone; and that advised to mend the error of a held message, which has none.
 #[test]
 fn doctor_has_a_remedy_for_all_that_status_calls_stuck() {
     let new = Place::migrated();
@@ -354,7 +358,7 @@ fn doctor_has_a_remedy_for_all_that_status_calls_stuck() {
         rows.into_iter().find(|one| one["name"] == name).unwrap_or_else(|| panic!("{name} in {shown}"))
     };
     let publisher = finding(&new, &[], "outbox: publisher");
-    assert_eq!((&publisher["severity"], &publisher["remedy"]), (&"warning".into(), &"start `publisher`".into()));
+    assert_eq!((&publisher["severity"], &publisher["remedy"]), (&"warning".into(), &START.into()));
     new.oncebox(&["doctor"]).run().ok();
     let (place, _) = with_a_waiting_payment();
     place.sql("update oncebox_consumer set seen_at = seen_at - 3600000");
