@@ -16,7 +16,7 @@ use uuid::Uuid;
 use self::became::{Became, what_became};
 use super::act::{Act, of_all, refused};
 use super::common::{CommonArgs, Output, failed, hint_of_more, limit, listed, printable, printable_lines};
-use super::consumers::{is_absent, seen};
+use super::consumers::{self, is_absent, seen};
 use super::progress::{Batches, shown};
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, say};
@@ -264,6 +264,9 @@ fn place(message: &DeadMessage) -> &str {
 async fn list(store: &dyn Duties, filter: &DeadFilter, output: Output) -> Result<(), AppError> {
     let dead = store.dead(filter).await?;
     hint_of_more(dead.len(), filter.limit);
+    if dead.is_empty() {
+        hint_of_unknown(store, filter.consumer.as_deref()).await?;
+    }
     let header = [
         "number", "state", "where", "topic", "key", "id", "sent as", "reason", "error", "tries", "next try", "behind",
         "since",
@@ -497,6 +500,9 @@ async fn act_on(
     if !wait.is_zero() {
         return done();
     }
+    if found == 0 {
+        hint_of_unknown(store, which.filter.consumer.as_deref()).await?;
+    }
     if verb == "redrive" && found == 0 {
         hint_of_held(store, which).await?;
     }
@@ -524,6 +530,16 @@ async fn left_alone(
         left.insert(number.clone(), why);
     }
     Ok(left)
+}
+
+/// Says that nothing was found because no consumer has this name.
+async fn hint_of_unknown(store: &dyn Duties, consumer: Option<&str>) -> Result<(), AppError> {
+    if let Some(name) = consumer.filter(|name| *name != "outbox")
+        && let Some(why) = consumers::unknown(store, name).await?
+    {
+        say("INFO", &format!("hint: {why}"));
+    }
+    Ok(())
 }
 
 /// Says that what a redrive left alone goes by itself: held messages that match.

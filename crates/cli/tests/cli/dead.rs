@@ -76,6 +76,12 @@ fn list_and_show_say_everything_of_a_dead_message_to_people_and_machines() {
     ] {
         assert_eq!(listed(&place, filter).len(), count, "{filter:?}");
     }
+    // Nothing is found of a consumer that never was: the name may be mistyped.
+    for command in [&["list"][..], &["discard", "--yes", "--why", "x"]] {
+        let done = place.oncebox(&[&["dead"], command, &["--consumer", "nobody"]].concat()).run();
+        assert!(done.stderr.contains("hint: there is no consumer `nobody`"), "{command:?}: {}", done.stderr);
+        done.ok();
+    }
     let number = of_consumer["number"].as_str().unwrap();
     let shown = place.oncebox(&["dead", "show", number]).run().ok();
     for text in [number, id, "acc-1", "payment.created", "terminal", "the parameter `account`", r#"{"paymentId":"p1"}"#]
