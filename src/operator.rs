@@ -127,8 +127,8 @@ pub enum DeadState {
 }
 
 impl DeadState {
-    /// The reason of a consumer's message that is not dead: its row stores none.
-    pub(crate) fn reason_of_consumer(self, has_next_try: bool) -> &'static str {
+    /// The reason of a message that is not dead and whose row stores none.
+    pub(crate) fn reason_unless_stored(self, has_next_try: bool) -> &'static str {
         match (self, has_next_try) {
             (Self::Held, _) => "behind a dead message of its key",
             (_, true) => "retry",
@@ -218,6 +218,8 @@ pub struct DeadMessage {
     /// for its destination: how many of the topic are held behind it. Counted up to 10,000, which
     /// means 10,000 or more.
     pub behind: u64,
+    /// The number of the dead message of its key that holds it; `None` where none does.
+    pub held_by: Option<String>,
     /// The request of an operator that is not carried out yet.
     pub requested: Option<String>,
     /// Error history, oldest first.
@@ -272,12 +274,22 @@ impl OperatorAct {
         match (&message.place, self) {
             (DeadPlace::Outbox, Self::Bury) => refused("only a message of a consumer is buried"),
             (DeadPlace::Outbox, Self::Discard) => Ok(false),
-            (DeadPlace::Outbox, _) if !is_dead => refused(
-                "it is held: repair its topic, or act on the dead message of its key before it; then it is sent by itself",
-            ),
+            (DeadPlace::Outbox, _) if !is_dead => match &message.held_by {
+                Some(dead) => refused(&format!(
+                    "it is held behind {dead}, the dead message of its key: act on that one; then it is sent by itself"
+                )),
+                None => refused(
+                    "it is held: repair its topic, or act on the dead message of its key before it; then it is sent by itself",
+                ),
+            },
             (DeadPlace::Consumer(_), Self::Bury) if is_dead => refused("it is dead already"),
             (DeadPlace::Consumer(_), Self::Redrive) if !is_dead && message.next_try.is_none() => {
-                refused("it waits for an earlier message of its key, and is tried after that one")
+                match &message.held_by {
+                    Some(dead) => refused(&format!(
+                        "it waits for an earlier message of its key, {dead}, which is dead: redrive or discard that one"
+                    )),
+                    None => refused("it waits for an earlier message of its key, and is tried after that one"),
+                }
             }
             (DeadPlace::Consumer(_), Self::RedriveAs { .. }) if !is_dead => {
                 refused("only a dead message gets a new id; bury it first")

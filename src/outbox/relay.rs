@@ -39,7 +39,7 @@ use crate::time::pace::{Pace, sleep_unless};
 
 use ending::{Doubt, End};
 pub use options::RelayOptions;
-use pump::Pump;
+use pump::{Pump, shown};
 use trial::Pauses;
 
 /// The relay of one shard of an outbox.
@@ -213,16 +213,22 @@ impl Relay {
             length: self.options.lease,
             read_bytes: self.options.read_bytes,
         };
+        let lease = format!("the lease row of shard {}", self.options.shard);
+        let waits = format!("waits for {lease}: the database does not answer, or another session has locked it");
         let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
         loop {
             if stop.is_cancelled() {
                 return Ok(None);
             }
-            match self.store.open(&request).await {
+            let (opened, late) = shown(self, &waits, self.store.open(&request)).await;
+            match opened {
                 Ok(LeaseAnswer::Taken(session)) => {
                     memory.begins(session.epoch());
                     if memory.may_be_ready() {
                         self.health.set(&self.part, PartState::Ready);
+                    } else if late {
+                        let why = "the lease is taken, and nothing is marked yet".to_owned();
+                        self.health.set(&self.part, PartState::Waiting(why));
                     }
                     return Ok(Some(session));
                 }
@@ -244,7 +250,7 @@ impl Relay {
                     )));
                 }
                 Err(error) if error.is_transient() => {
-                    self.health.set(&self.part, PartState::Waiting(error.to_string()));
+                    self.health.set(&self.part, PartState::Waiting(format!("{lease} is not taken: {error}")));
                     if !pace.wait(stop).await {
                         return Ok(None);
                     }

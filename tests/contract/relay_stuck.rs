@@ -332,6 +332,22 @@ async fn a_relay_that_stands_by_does_not_show_the_gaps_that_it_saw_as_owner() {
     .await;
 }
 
+/// Shown by: asking for the lease without showing it (it was `starting` for half a minute).
+#[tokio::test]
+async fn a_relay_that_waits_for_a_lease_row_that_is_locked_says_so() {
+    on_postgres("a_relay_that_waits_for_a_lease_row", |world| async move {
+        let mut holder = sqlx::PgPool::connect(&world.url).await.unwrap().begin().await.unwrap();
+        sqlx::query("select shard_id from oncebox.shard for update").execute(&mut *holder).await.unwrap();
+        let relay = world.relay(relay_options());
+        eventually("shown", SOON, || async { world.says("waits for the lease row of shard 0").then_some(()) }).await;
+        assert!(!world.health.is_ready(), "{:?}", world.health.lines());
+        holder.rollback().await.unwrap();
+        eventually("ready", SOON, || async { world.health.is_ready().then_some(()) }).await;
+        relay.end().await.unwrap();
+    })
+    .await;
+}
+
 /// Each mark of proven messages fails with this code; the database can be reached and read.
 async fn no_mark_is_made(world: &World<PostgresStore>, errcode: &str) {
     let no_room = format!(

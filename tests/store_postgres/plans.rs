@@ -367,7 +367,7 @@ async fn a_list_costs_no_more_the_more_is_held() {
         ];
         database.run(&format!("{}analyze oncebox.waiting", rows.concat())).await;
         let (whole, indexed) = read_by(&database, WAITING, |store| async move {
-            for (state, found, behind) in [(DeadState::Dead, 1, 10_000), (DeadState::Waiting, 2, 1)] {
+            for (state, found, behind) in [(DeadState::Dead, 1, 10_000), (DeadState::Held, 100, 0), (DeadState::Waiting, 2, 1)] {
                 let filter = DeadFilter { states: vec![state], ..DeadFilter::default() };
                 let listed = store.dead(&filter).await.unwrap();
                 let seen = (listed.len(), listed.iter().map(|one| one.behind).max());

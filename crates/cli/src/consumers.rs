@@ -79,9 +79,15 @@ pub(super) fn seen(consumer: &ConsumerStatus) -> String {
     }
 }
 
+/// Says that no consumer of this name ever started here; none where one did.
+pub(super) async fn unknown(store: &dyn Duties, name: &str) -> Result<Option<String>, AppError> {
+    let is_known = store.status().await?.consumers.iter().any(|consumer| consumer.name == name);
+    Ok((!is_known).then(|| format!("there is no consumer `{name}`; `oncebox consumers list` shows them")))
+}
+
 async fn forget(store: &dyn Duties, name: &str, act: &Act, output: Output) -> Result<(), AppError> {
-    if !store.status().await?.consumers.iter().any(|consumer| consumer.name == name) {
-        return Err(AppError::failed(format!("there is no consumer `{name}`; `oncebox consumers list` shows them")));
+    if let Some(why) = unknown(store, name).await? {
+        return Err(AppError::failed(why));
     }
     let left = store.forget_consumer(name, &act.context(true)).await.map_err(refused)?;
     let count = usize::try_from(left.messages).unwrap_or(usize::MAX);

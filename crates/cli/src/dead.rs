@@ -16,7 +16,7 @@ use uuid::Uuid;
 use self::became::{Became, what_became};
 use super::act::{Act, of_all, refused};
 use super::common::{CommonArgs, Output, failed, hint_of_more, limit, listed, printable, printable_lines};
-use super::consumers::{is_absent, seen};
+use super::consumers::{self, is_absent, seen};
 use super::progress::{Batches, shown};
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, say};
@@ -58,8 +58,9 @@ pub(crate) enum DeadCommand {
         /// what is done is done
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..))]
         rate: u32,
-        /// Wait so long for what becomes of each message, and say it; exit code 3 where one was
-        /// neither handled nor sent
+        /// Wait so long for what becomes of each message, and say it: handled, sent, or dead again.
+        /// One that failed and is tried again is waited for. Exit code 3 where one was neither
+        /// handled nor sent
         #[arg(long, value_name = "TIME", default_value = "0s", value_parser = oncebox::app::config::parse_duration)]
         wait: Duration,
         /// Under a new id, so that it is a new message (only one at a time)
@@ -263,6 +264,9 @@ fn place(message: &DeadMessage) -> &str {
 async fn list(store: &dyn Duties, filter: &DeadFilter, output: Output) -> Result<(), AppError> {
     let dead = store.dead(filter).await?;
     hint_of_more(dead.len(), filter.limit);
+    if dead.is_empty() {
+        hint_of_unknown(store, filter.consumer.as_deref()).await?;
+    }
     let header = [
         "number", "state", "where", "topic", "key", "id", "sent as", "reason", "error", "tries", "next try", "behind",
         "since",
@@ -279,9 +283,10 @@ async fn list(store: &dyn Duties, filter: &DeadFilter, output: Output) -> Result
             message.key.clone().unwrap_or_default(),
             message.message_id.to_string(),
             message.sent_id.clone().unwrap_or_default(),
-            match &message.requested {
-                Some(requested) => format!("{} ({requested} requested)", message.reason),
-                None => message.reason.clone(),
+            match (&message.requested, &message.held_by) {
+                (Some(requested), _) => format!("{} ({requested} requested)", message.reason),
+                (None, Some(dead)) => format!("{}, {dead}", message.reason),
+                (None, None) => message.reason.clone(),
             },
             error,
             message.attempts.to_string(),
@@ -321,6 +326,7 @@ async fn show(store: &dyn Duties, number: &str, payload_to: Option<&Path>, outpu
     data!("kind          {}", printable(&message.kind));
     data!("content type  {}", or_none(message.content_type.as_deref()));
     data!("reason        {}", printable(&message.reason));
+    data!("held by       {}", message.held_by.as_deref().unwrap_or("-"));
     data!("tries         {}", message.attempts);
     data!("behind it     {}", message.behind);
     data!("since         {}", message.since.to_rfc3339());
@@ -458,7 +464,10 @@ async fn act_on(
     let is_done = wait.is_zero() || became.values().all(Became::is_well);
     let done = || match is_done {
         true => Ok(()),
-        false => Err(AppError::not_ready(format!("not every message was handled or sent within {wait:?}"))),
+        false if became.values().any(Became::is_open) => {
+            Err(AppError::not_ready(format!("not every message was handled or sent within {wait:?}")))
+        }
+        false => Err(AppError::not_ready("not every message was handled or sent: mend what the errors name")),
     };
     if output == Output::Json {
         let mut value = serde_json::json!({ "act": verb, "dry_run": act.dry_run, "numbers": numbers,
@@ -491,6 +500,9 @@ async fn act_on(
     if !wait.is_zero() {
         return done();
     }
+    if found == 0 {
+        hint_of_unknown(store, which.filter.consumer.as_deref()).await?;
+    }
     if verb == "redrive" && found == 0 {
         hint_of_held(store, which).await?;
     }
@@ -518,6 +530,16 @@ async fn left_alone(
         left.insert(number.clone(), why);
     }
     Ok(left)
+}
+
+/// Says that nothing was found because no consumer has this name.
+async fn hint_of_unknown(store: &dyn Duties, consumer: Option<&str>) -> Result<(), AppError> {
+    if let Some(name) = consumer.filter(|name| *name != "outbox")
+        && let Some(why) = consumers::unknown(store, name).await?
+    {
+        say("INFO", &format!("hint: {why}"));
+    }
+    Ok(())
 }
 
 /// Says that what a redrive left alone goes by itself: held messages that match.
@@ -558,7 +580,7 @@ async fn hint_of_consumers(store: &dyn Duties, mut numbers: Vec<String>, wait: D
 }
 
 /// The message with this number, in any state.
-async fn found(store: &dyn Duties, number: &str) -> Result<Option<DeadMessage>, AppError> {
+pub(super) async fn found(store: &dyn Duties, number: &str) -> Result<Option<DeadMessage>, AppError> {
     let one = DeadFilter { states: states(None), numbers: vec![number.to_owned()], limit: 1, ..DeadFilter::default() };
     Ok(store.dead(&one).await?.into_iter().next())
 }

@@ -5,9 +5,10 @@
 use std::time::Duration;
 
 use super::consumers::{is_absent, seen};
+use super::dead::found;
 use oncebox::app::AppError;
 use oncebox::app::config::Settings;
-use oncebox::store::{ConsumerStatus, DeadFilter, DeadMessage, DeadState, Duties, Finding, Status, Store};
+use oncebox::store::{ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, DeadState, Duties, Finding, Status, Store};
 use oncebox::{SqlHandler, SqlSpec};
 
 /// How long the database may take to prepare the statements of a handler. On a locked table this
@@ -89,6 +90,10 @@ fn owners(status: &Status) -> String {
     owners.join(", ")
 }
 
+/// What to do where a shard has no owner.
+const START: &str = "start `publisher`; if one runs, its /readyz says what it waits for: another session may have \
+                     locked the row of its lease in the table of shards";
+
 /// Why nobody works on the pending messages. A warning where none of them is too old.
 fn relay(status: &Status, is_old: bool, without_owner: &str) -> Finding {
     let owners = owners(status);
@@ -97,8 +102,8 @@ fn relay(status: &Status, is_old: bool, without_owner: &str) -> Finding {
             format!("owned by {owners}"),
             "see the log and /readyz of the publisher, and what is said here of the broker",
         ),
-        (false, true) => ("no publisher owns it".to_owned(), "start `publisher`"),
-        (false, false) => (format!("no publisher owns shard {without_owner}"), "start `publisher`"),
+        (false, true) => ("no publisher owns it".to_owned(), START),
+        (false, false) => (format!("no publisher owns shard {without_owner}"), START),
     };
     let pending = messages(status.pending);
     match is_old {
@@ -114,9 +119,10 @@ fn relay(status: &Status, is_old: bool, without_owner: &str) -> Finding {
 /// The finding for held messages of the outbox; none where they have gone meanwhile.
 async fn held(store: &dyn Duties, status: &Status) -> Result<Option<Finding>, AppError> {
     let Some(first) = first(store, "outbox", vec![DeadState::Held]).await? else { return Ok(None) };
-    let detail = format!("{} held, {}", messages(status.held), oldest(&first, status.oldest_held_age_seconds));
-    let remedy = format!("mend what its reason names; `oncebox dead show {}` shows it whole", first.number);
-    Ok(Some(Finding::stuck("outbox: held", detail, remedy)))
+    let cause = Cause::of(store, &first).await?;
+    let oldest = oldest(&first, status.oldest_held_age_seconds);
+    let detail = format!("{} held, {oldest}{}", messages(status.held), cause.detail);
+    Ok(Some(Finding::stuck("outbox: held", detail, cause.remedy)))
 }
 
 /// The finding for waiting messages of a consumer; none where they have gone meanwhile.
@@ -124,11 +130,12 @@ async fn waiting(store: &dyn Duties, consumer: &ConsumerStatus) -> Result<Option
     let first = first(store, &consumer.name, vec![DeadState::Waiting, DeadState::Held]).await?;
     let Some(first) = first else { return Ok(None) };
     let (waiting, held) = (messages(consumer.waiting), consumer.held);
-    let detail = format!("{waiting} waiting and {held} held, {}", oldest(&first, consumer.oldest_waiting_age_seconds));
-    let shows = format!("`oncebox dead show {}` shows it whole", first.number);
+    let cause = Cause::of(store, &first).await?;
+    let oldest = oldest(&first, consumer.oldest_waiting_age_seconds);
+    let detail = format!("{waiting} waiting and {held} held, {oldest}{}", cause.detail);
     let remedy = match is_absent(consumer) {
-        true => format!("start a process of the consumer; {shows}"),
-        false => format!("mend what its error names; {shows}"),
+        true => format!("start a process of the consumer; {}", cause.remedy),
+        false => cause.remedy,
     };
     Ok(Some(Finding::stuck(format!("consumer {}: waiting", consumer.name), detail, remedy)))
 }
@@ -148,6 +155,30 @@ fn absent(consumer: &ConsumerStatus) -> Finding {
 async fn first(store: &dyn Duties, place: &str, states: Vec<DeadState>) -> Result<Option<DeadMessage>, AppError> {
     let filter = DeadFilter { states, consumer: Some(place.to_owned()), limit: 1, ..DeadFilter::default() };
     Ok(store.dead(&filter).await?.into_iter().next())
+}
+
+/// What a message waits for: its own error, or the dead message of its key that holds it.
+struct Cause {
+    /// The dead message and its error, to be said after the message itself; may be empty.
+    detail: String,
+    remedy: String,
+}
+
+impl Cause {
+    async fn of(store: &dyn Duties, message: &DeadMessage) -> Result<Self, AppError> {
+        let Some(holder) = &message.held_by else {
+            let number = &message.number;
+            let names = if message.place == DeadPlace::Outbox { "reason" } else { "error" };
+            let remedy = format!("mend what its {names} names; `oncebox dead show {number}` shows it whole");
+            return Ok(Self { detail: String::new(), remedy });
+        };
+        let dead = found(store, holder).await?;
+        let error = dead.map(|dead| format!(": {}", dead.error.unwrap_or(dead.reason))).unwrap_or_default();
+        let remedy = format!(
+            "mend what the error of {holder} names, then redrive or discard {holder}; `oncebox dead show {holder}` shows it whole"
+        );
+        Ok(Self { detail: format!(", {holder}{error}"), remedy })
+    }
 }
 
 fn oldest(message: &DeadMessage, seconds: f64) -> String {

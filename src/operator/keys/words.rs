@@ -32,10 +32,8 @@ pub(crate) fn judged(operation_id: Uuid, seen: Option<&StoredOperation>) -> Audi
 }
 
 /// The error for an id with neither an operation nor left-over evidence.
-pub(crate) fn nothing_known(operation_id: Uuid) -> StoreError {
-    StoreError::Refused(format!(
-        "there is nothing to judge of {operation_id}: `oncebox operations list --conflicts` shows what is"
-    ))
+pub(crate) fn nothing_known() -> StoreError {
+    StoreError::Refused("there is nothing to judge: `oncebox operations list --conflicts` shows what is".to_owned())
 }
 
 /// The evidence of an operator who resolves a key against late runs. After it those runs no longer

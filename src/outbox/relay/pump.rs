@@ -93,6 +93,8 @@ const TIDY: Duration = Duration::from_secs(5);
 const MARK_KEPT: Duration = Duration::from_secs(2);
 /// A longer step is shown in the health: the database or the broker's client does not answer.
 const STEP_SHOWN: Duration = Duration::from_secs(1);
+/// What is shown of such a step of a session.
+const NO_ANSWER: &str = "the database or the broker's client does not answer";
 
 impl<'a> Pump<'a> {
     pub(super) fn new(
@@ -179,7 +181,7 @@ impl<'a> Pump<'a> {
     }
 
     async fn work(&mut self, stop: &CancellationToken) -> Result<End, Doubt> {
-        let (loaded, late) = shown(self.relay, self.load()).await;
+        let (loaded, late) = shown(self.relay, NO_ANSWER, self.load()).await;
         self.shown_waiting |= late;
         loaded?;
         loop {
@@ -193,7 +195,7 @@ impl<'a> Pump<'a> {
             if stop.is_cancelled() {
                 return self.finish().await;
             }
-            let (stepped, late) = shown(self.relay, self.step()).await;
+            let (stepped, late) = shown(self.relay, NO_ANSWER, self.step()).await;
             self.shown_waiting |= late;
             let moved = stepped?;
             if self.relay.options.until_empty && self.empty && self.nothing_left() {
@@ -568,8 +570,9 @@ async fn give_back(session: Box<dyn RelaySession>) {
     }
 }
 
-/// Runs a step. While it takes long, the health shows that it waits. Returns true where it did.
-async fn shown<T>(relay: &Relay, step: impl Future<Output = T>) -> (T, bool) {
+/// Runs a step. While it takes long, the health shows that it waits, and why. Returns true where it
+/// did.
+pub(super) async fn shown<T>(relay: &Relay, why: &str, step: impl Future<Output = T>) -> (T, bool) {
     let mut late = false;
     let mut step = std::pin::pin!(step);
     loop {
@@ -577,8 +580,7 @@ async fn shown<T>(relay: &Relay, step: impl Future<Output = T>) -> (T, bool) {
             Ok(done) => return (done, late),
             Err(_) => {
                 late = true;
-                let why = "the database or the broker's client does not answer".to_owned();
-                relay.health.set(&relay.part, PartState::Waiting(why));
+                relay.health.set(&relay.part, PartState::Waiting(why.to_owned()));
             }
         }
     }

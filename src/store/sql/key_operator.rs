@@ -127,7 +127,7 @@ impl<S: KeyStore + Phases> KeyOperator for S {
         let session = transaction.session();
         let seen = read(session, operation_id).await?;
         if seen.is_none() && orphans(session, Some(operation_id), 1).await?.is_empty() {
-            return Err(nothing_known(operation_id));
+            return Err(nothing_known());
         }
         let word = seen.as_ref().map(|seen| judgement(seen, context)).transpose()?;
         match word.filter(|_| seen.as_ref().is_some_and(|seen| seen.identity.is_some())) {

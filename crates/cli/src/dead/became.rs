@@ -16,13 +16,18 @@ pub(super) enum Became {
     Sent,
     /// It is not known yet what became of it.
     Open,
-    /// It failed again. It has this state now, and this error.
+    /// It failed again. It has this state now, and this error. Where it waits, it is tried again.
     Failed(DeadState, String),
 }
 
 impl Became {
     pub(super) fn is_well(&self) -> bool {
         matches!(self, Self::Handled | Self::Sent)
+    }
+
+    /// Whether more time may still change it.
+    pub(super) fn is_open(&self) -> bool {
+        matches!(self, Self::Open | Self::Failed(DeadState::Waiting, _))
     }
 }
 
@@ -37,8 +42,9 @@ impl std::fmt::Display for Became {
     }
 }
 
-/// Waits until each message is gone or was tried again, at most for `wait`. `last_tries` has the
-/// last try of each before the redrive.
+/// Waits until each message is gone, or failed and has no next try, at most for `wait`. A failed
+/// try alone ends nothing: the first ones follow each other quickly. `last_tries` has the last try
+/// of each before the redrive.
 pub(super) async fn what_became(
     store: &dyn Duties,
     mut last_tries: HashMap<String, Option<DateTime<Utc>>>,
@@ -61,13 +67,16 @@ pub(super) async fn what_became(
             let now = match message {
                 None if number.starts_with('o') => Became::Sent,
                 None => Became::Handled,
-                Some(message) => match message.history.last() {
-                    Some(entry) if last_tries.get(&number).is_some_and(|before| *before < Some(entry.at)) => {
-                        Became::Failed(message.state, entry.error.clone())
+                Some(message) => {
+                    let before = last_tries.get(&number).copied().flatten();
+                    let failed = message.history.last().filter(|entry| before < Some(entry.at));
+                    let has_next_try = message.state == DeadState::Waiting || message.next_try.is_some();
+                    match failed {
+                        Some(entry) if is_over || !has_next_try => Became::Failed(message.state, entry.error.clone()),
+                        None if is_over => Became::Open,
+                        _ => continue,
                     }
-                    _ if is_over => Became::Open,
-                    _ => continue,
-                },
+                }
             };
             last_tries.remove(&number);
             became.insert(number, now);

@@ -76,6 +76,12 @@ fn list_and_show_say_everything_of_a_dead_message_to_people_and_machines() {
     ] {
         assert_eq!(listed(&place, filter).len(), count, "{filter:?}");
     }
+    // Nothing is found of a consumer that never was: the name may be mistyped.
+    for command in [&["list"][..], &["discard", "--yes", "--why", "x"]] {
+        let done = place.oncebox(&[&["dead"], command, &["--consumer", "nobody"]].concat()).run();
+        assert!(done.stderr.contains("hint: there is no consumer `nobody`"), "{command:?}: {}", done.stderr);
+        done.ok();
+    }
     let number = of_consumer["number"].as_str().unwrap();
     let shown = place.oncebox(&["dead", "show", number]).run().ok();
     for text in [number, id, "acc-1", "payment.created", "terminal", "the parameter `account`", r#"{"paymentId":"p1"}"#]
@@ -498,18 +504,24 @@ fn a_consumer_that_is_gone_is_forgotten_by_its_name_and_one_that_was_just_there_
     place.oncebox(&forget).run().fails(1, &["no consumer `ledger`", "oncebox consumers list"]);
 }
 
-/// Shown by printing the number alone: whether it helped is not said.
+/// Shown by printing the number alone: whether it helped is not said. And by taking the first error
+/// of a redriven message for its end: it waits for its second try then.
 #[test]
 fn a_redrive_says_what_became_of_each_message() {
     let (place, config) = with_dead_payments(2);
-    let redrive = |more: &[&str]| {
-        let arguments = [&["dead", "redrive", "--why", "x", "--output", "json"], more].concat();
-        let done = place.oncebox(&arguments).run();
+    let run = |more: &[&str]| {
+        let done = place.oncebox(&[&["dead", "redrive", "--why", "x", "--output", "json"], more].concat()).run();
         let said: Value = serde_json::from_str(&done.stdout).unwrap();
-        (done.code(), said["became"].clone())
+        (said["became"].clone(), done)
+    };
+    let redrive = |more: &[&str]| {
+        let (became, done) = run(more);
+        (done.code(), became)
     };
     assert_eq!(redrive(&["c1"]), (Some(0), json!({ "c1": "released, and not tried yet" })));
     assert_eq!(redrive(&["c2", "--wait", "200ms"]), (Some(3), json!({ "c2": "released, and not tried yet" })));
+    let text = std::fs::read_to_string(&config).unwrap();
+    std::fs::write(&config, text.replace("in_place_delay = \"5ms\"", "in_place_delay = \"1s\"")).unwrap();
     let consumer = place.consumer(&["--config", &config]).start();
     crate::kit::eventually("both are dead again", || (numbers(&place, &["--state", "dead"]).len() == 2).then_some(()));
     let (code, became) = redrive(&["c1", "--wait", "60s"]);
@@ -518,8 +530,14 @@ fn a_redrive_says_what_became_of_each_message() {
     let mended = place.file("mended.json", &payment("p1")).display().to_string();
     let people = place.oncebox(&["dead", "redrive", "c1", "--payload", &mended, "--wait", "60s", "--why", "x"]).run();
     assert_eq!(people.ok(), "redrive 1: c1\nc1: handled\n");
-    consumer.stop().ok();
     assert_eq!(place.entries(), ["p1"]);
+    // A failure that may pass: a second try follows, and then the message is dead.
+    place.sql("alter table ledger_entry rename to gone");
+    let (became, done) = run(&["c2", "--payload", &mended, "--wait", "60s"]);
+    assert!(became["c2"].as_str().unwrap().starts_with("dead again: "), "{became}");
+    assert!(!done.stderr.contains("within"), "{}", done.stderr);
+    done.ends_with(3, &["not every message was handled or sent"]);
+    consumer.stop().ok();
 }
 
 /// Shown by: `unknown` where no variable names the user, as in a container.

@@ -297,7 +297,11 @@ fn operations_are_listed_and_shown_with_their_evidence_and_without_what_was_sent
     let people = place.oncebox(&["operations", "list"]).run().ok();
     assert!(people.contains(&id) && people.contains("charge: open") && people.contains("not-found"), "{people}");
     assert!(place.json(&["operations", "show", &driven.operation_id.to_string()])["driven_until"].is_string());
-    place.oncebox(&["operations", "show", "0197a1b2-c3d4-7e5f-8a9b-0c1d2e3f4a5b"]).run().fails(1, &["no operation"]);
+    let unknown = "0197a1b2-c3d4-7e5f-8a9b-0c1d2e3f4a5b";
+    place.oncebox(&["operations", "show", unknown]).run().fails(1, &["no operation"]);
+    let judged = place.oncebox(&["operations", "judge", unknown, "--why", "w"]).run();
+    judged.fails(4, &["there is nothing to judge"]);
+    assert_eq!(judged.stderr.matches(unknown).count(), 1, "{}", judged.stderr);
     for command in ["show", "retry", "judge"] {
         place.oncebox(&["operations", command, "1"]).run().fails(2, &["a UUID, as `oncebox operations list` shows"]);
     }

@@ -340,8 +340,12 @@ fn a_shard_that_is_made_later_is_served_by_the_publisher_that_runs() {
     consumer.stop().ok();
 }
 
+/// What doctor advises where no publisher owns a shard.
+const START: &str = "start `publisher`; if one runs, its /readyz says what it waits for: another session may have \
+                     locked the row of its lease in the table of shards";
+
 // Shown by: a doctor that has findings of its own: it said `ok` of the first, and nothing of a
-// consumer that is gone.
+// consumer that is gone; and that advised to mend the error of a held message, which has none.
 #[test]
 fn doctor_has_a_remedy_for_all_that_status_calls_stuck() {
     let new = Place::migrated();
@@ -354,7 +358,7 @@ fn doctor_has_a_remedy_for_all_that_status_calls_stuck() {
         rows.into_iter().find(|one| one["name"] == name).unwrap_or_else(|| panic!("{name} in {shown}"))
     };
     let publisher = finding(&new, &[], "outbox: publisher");
-    assert_eq!((&publisher["severity"], &publisher["remedy"]), (&"warning".into(), &"start `publisher`".into()));
+    assert_eq!((&publisher["severity"], &publisher["remedy"]), (&"warning".into(), &START.into()));
     new.oncebox(&["doctor"]).run().ok();
     let (place, _) = with_a_waiting_payment();
     place.sql("update oncebox_consumer set seen_at = seen_at - 3600000");
@@ -366,4 +370,25 @@ fn doctor_has_a_remedy_for_all_that_status_calls_stuck() {
     let waiting = finding(&place, &["--older-than", "0s"], "consumer ledger: waiting");
     assert!(waiting["remedy"].as_str().is_some_and(|remedy| remedy.starts_with("start a process")), "{waiting}");
     place.oncebox(&["doctor"]).run().ends_with(3, &["stuck"]);
+    // What is held has no error. The dead message of its key has one.
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.sql(&format!(
+        "insert into oncebox_outbox (topic, key, kind, payload) values
+           ('payments', 'acc-7', 'payment.created', '{{\"paymentId\":\"p1\"}}'),
+           ('payments', 'acc-7', 'payment.created', '{}')",
+        payment("p2")
+    ));
+    place.publish();
+    place.consume(&config).ok();
+    place.sql("update oncebox_waiting set stored_at = stored_at - 3600000");
+    let waiting = finding(&place, &[], "consumer ledger: waiting");
+    let says = |name: &str, words: &str| assert!(waiting[name].as_str().unwrap().contains(words), "{words}: {waiting}");
+    says("detail", "the oldest, c2 of topic payments");
+    says("detail", "behind a dead message of its key, c1: the parameter `account`");
+    says("remedy", "redrive or discard c1; `oncebox dead show c1`");
+    assert!(place.oncebox(&["dead", "show", "c2"]).run().ok().contains("held by       c1\n"));
+    let listed = place.oncebox(&["dead", "list", "--state", "held"]).run().ok();
+    assert!(listed.contains("behind a dead message of its key, c1"), "{listed}");
+    place.oncebox(&["dead", "redrive", "c2", "--why", "x"]).run().fails(4, &["c2: it waits", "c1, which is dead"]);
 }

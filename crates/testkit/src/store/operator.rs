@@ -111,6 +111,18 @@ pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_
     assert!(held.iter().all(|one| one.state == DeadState::Held && one.next_try.is_none()), "{held:?}");
     assert!(held.iter().all(|one| one.reason.starts_with("behind a")), "{held:?}");
     assert!(held.iter().any(|one| one.number == format!("o{}", positions[2])), "{held:?}");
+    // The dead message that holds each is named, also where its redrive is refused.
+    let dead_of_consumer = listed(Vec::new()).await.into_iter().find(|one| one.number.starts_with('c')).unwrap();
+    for one in &held {
+        let holder = match one.place {
+            DeadPlace::Outbox => format!("o{}", positions[0]),
+            DeadPlace::Consumer(_) => dead_of_consumer.number.clone(),
+        };
+        assert_eq!(one.held_by.as_ref(), Some(&holder), "{one:?}");
+        let only = DeadFilter { states: vec![DeadState::Held], ..by_number(one) };
+        let refused = trial.store.act(&only, &OperatorAct::Redrive, &context()).await;
+        assert!(matches!(&refused, Err(StoreError::Refused(why)) if why.contains(&holder)), "{refused:?}");
+    }
 
     let waiting = listed(vec![DeadState::Waiting]).await;
     assert_eq!(payloads(&waiting), ["due 1", "due 2"]);
@@ -154,9 +166,22 @@ pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_
     let behind: Vec<u64> = shown.iter().map(|one| one.behind).collect();
     assert_eq!(behind, [2, 0, 0]);
     assert!(shown.iter().all(|one| one.reason == "not there" && one.state == DeadState::Held), "{shown:?}");
-    let last = DeadFilter { numbers: vec![shown[1].number.clone()], ..of_orders };
+    let last = DeadFilter { numbers: vec![shown[1].number.clone()], ..of_orders.clone() };
     assert_eq!(trial.store.dead(&last).await.unwrap()[0].behind, 1);
     assert_eq!(trial.store.held_topics(10).await.unwrap(), [shown[0].clone()]);
+
+    // The topic takes messages again, and refuses one of them for what it is. What stands behind
+    // that one of its key waits for it, whatever it was held for. What stands before it does not.
+    let dead = Diversion::Dead { reason: "too large".into(), holds: true };
+    session.checkpoint(Mark { changed: vec![(rows[1].position, dead)], ..Mark::default() }).await.unwrap();
+    let shown = trial.store.dead(&of_orders).await.unwrap();
+    let (first, behind) = (&shown[0], &shown[1]);
+    assert_eq!((first.reason.as_str(), first.held_by.as_ref(), first.behind), ("not there", None, 1));
+    assert_eq!(behind.held_by, Some(format!("o{}", rows[1].position)));
+    assert_eq!((behind.reason.as_str(), &behind.error), ("behind a dead message of its key", &None));
+    assert_eq!(trial.store.held_topics(10).await.unwrap(), std::slice::from_ref(first));
+    session.checkpoint(Mark { discarded: vec![rows[0].position], ..Mark::default() }).await.unwrap();
+    assert!(trial.store.held_topics(10).await.unwrap().is_empty(), "the topic is not blocked");
 }
 
 /// The cost of `status` must not grow with the number of rows: a count stops at 10,000, which means

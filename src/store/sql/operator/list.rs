@@ -28,15 +28,28 @@ macro_rules! of_outbox {
     };
 }
 
-/// Rows of the outbox in one state. Headers are read as bytes, because plain SQL on SQLite may have
-/// written text that is not UTF-8.
+/// The rows of the outbox behind which later rows of their key are held.
+macro_rules! holding_in_outbox {
+    () => {
+        "from oncebox.outbox_dead d where d.state = 'dead' and d.holds "
+    };
+}
+
+/// Rows of the outbox in one state. The last column is the position of the dead row that holds the
+/// row. Such a row waits for no destination, even if it was held for one. Headers are read as
+/// bytes, because plain SQL on SQLite may have written text that is not UTF-8.
 const OUTBOX: &str = concat!(
     "\
 select t.position, {pg my: t.message_id}{lite: unhex(replace(t.message_id, '-', ''))}, t.topic, t.{key}, t.kind, t.reason, \
        {pg my: t.attempts}{lite: 0}, t.diverted_at, t.requested, {pg: t.history::text}{my: t.history}{lite: '[]'}, \
        {pg: convert_to(t.headers::text, 'UTF8')}{my: cast(t.headers as binary)}{lite: cast(t.headers as blob)}, \
        t.payload, t.content_type, {age t.created_at}, t.holds, \
-       {pg my: t.cause = 'destination', t.traceparent, t.tracestate}{lite: t.state = 'held-destination', null, null} ",
+       {pg my: t.cause = 'destination', t.traceparent, t.tracestate}{lite: t.state = 'held-destination', null, null}, \
+       {unless is_held: null}{if is_held: (select d.position ",
+    holding_in_outbox!(),
+    "and {pg: d.topic = t.topic and left(d.key, 512) = left(t.key, 512) and d.key = t.key}\
+         {my: d.lane_id = t.lane_id}{lite: d.topic = t.topic and d.key = t.key} \
+        and d.position < t.position order by d.position limit 1)} ",
     of_outbox!(),
     " order by t.position limit :limit"
 );
@@ -45,11 +58,18 @@ select t.position, {pg my: t.message_id}{lite: unhex(replace(t.message_id, '-', 
 const OUTBOX_NUMBERS: &str =
     concat!("select t.position, t.diverted_at ", of_outbox!(), " and t.requested is null order by t.position");
 
-/// The first row of each topic that cannot be sent to.
-const HELD_TOPICS: &str = "\
+/// The first row of each topic that cannot be sent to. Left out are rows behind a dead row of their
+/// key. That is a join, because to look before each row would cost more the more rows a key has.
+const HELD_TOPICS: &str = concat!(
+    "\
 select min(t.position) from oncebox.outbox_dead t \
- where {pg my: t.state = 'held' and t.cause = 'destination'}{lite: t.state = 'held-destination'} \
- group by t.topic order by 1 limit :limit";
+  left join (select {my: d.lane_id}{pg lite: d.topic, d.key}, min(d.position) first_dead ",
+    holding_in_outbox!(),
+    "group by {my: d.lane_id}{pg lite: d.topic, d.key}) h \
+    on {my: h.lane_id = t.lane_id}{pg lite: h.topic = t.topic and h.key = t.key} and h.first_dead < t.position \
+ where {pg my: t.state = 'held' and t.cause = 'destination'}{lite: t.state = 'held-destination'} and h.first_dead is null \
+ group by t.topic order by 1 limit :limit"
+);
 
 /// How many rows of the same key are held behind a row of the outbox.
 const HELD_OF_KEY: &str = "\
@@ -63,21 +83,33 @@ const HELD_OF_TOPIC: &str = "\
 select count(*) from (select 1 from oncebox.outbox_dead \
   where topic = :topic and position > :position and {pg my: state = 'held'}{lite: state <> 'dead'} limit :max) b";
 
-/// Which rows of consumers are meant: those in one state that match the filter.
-macro_rules! of_consumers {
+/// The dead rows that hold the key of the row `w` of a consumer.
+macro_rules! holding_at_consumer {
     () => {
-        "from oncebox.waiting w join oncebox.consumer c on c.consumer_id = w.consumer_id \
- where {if is_dead: w.state = 'dead'}{if is_held: w.state = 'waiting' and exists}{if is_waiting: w.state = 'waiting' and not exists}\
-   {unless is_dead: (select 1 from oncebox.waiting d where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id \
-                   and d.state = 'dead' {pg: and d.holds}{lite: and d.blocks = 1})} \
-   {if heads: and w.sequence {in ints :heads} }{if numbers: and w.sequence {in ints :numbers} }{if id: and w.message_id = :id }\
-   {if topic: and w.topic = :topic }{if key: and w.{key} = :key }{if reason: and w.reason = :reason }\
-   {if consumer: and c.name = :consumer }"
+        "from oncebox.waiting d where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id \
+                   and d.state = 'dead' {pg: and d.holds}{lite: and d.blocks = 1}"
     };
 }
 
-/// Rows of consumers in one state, with their headers last. Before these is the lane, that is, the
-/// hash of topic and key, if other rows can wait behind this one; otherwise null.
+/// Which rows of consumers are meant: those in one state that match the filter.
+macro_rules! of_consumers {
+    () => {
+        concat!(
+            "from oncebox.waiting w join oncebox.consumer c on c.consumer_id = w.consumer_id \
+ where {if is_dead: w.state = 'dead'}{if is_held: w.state = 'waiting' and exists}{if is_waiting: w.state = 'waiting' and not exists}\
+   {unless is_dead: (select 1 ",
+            holding_at_consumer!(),
+            ")} \
+   {if heads: and w.sequence {in ints :heads} }{if numbers: and w.sequence {in ints :numbers} }{if id: and w.message_id = :id }\
+   {if topic: and w.topic = :topic }{if key: and w.{key} = :key }{if reason: and w.reason = :reason }\
+   {if consumer: and c.name = :consumer }"
+        )
+    };
+}
+
+/// Rows of consumers in one state, with their headers last. Before these is the dead row that holds
+/// the row, and before that the lane, that is, the hash of topic and key, if other rows can wait
+/// behind this one; otherwise null.
 const CONSUMERS: &str = concat!(
     "\
 select w.sequence, w.consumer_id, c.name, w.message_id, w.id_text, w.topic, w.{key}, w.kind, w.reason, \
@@ -86,6 +118,9 @@ select w.sequence, w.consumer_id, c.name, w.message_id, w.id_text, w.topic, w.{k
        w.payload, w.content_type, \
        case when (w.state = 'dead' or w.due_at is not null){pg: and (w.state = 'waiting' or w.holds)}{lite: and w.blocks = 1} \
             then w.lane_id end, \
+       {unless is_held: null}{if is_held: (select d.sequence ",
+    holding_at_consumer!(),
+    " and d.sequence < w.sequence order by d.sequence limit 1)}, \
        {pg: w.header_names, w.header_values}{my lite: w.headers} ",
     of_consumers!(),
     " order by w.sequence limit :limit"
@@ -278,8 +313,10 @@ impl<'a> Look<'a> {
         let rows = session.rows(self.asks_outbox(OUTBOX, state)).await?;
         let mut found = rows.iter().map(|row| in_outbox(&**row, state)).collect::<Result<Vec<_>, _>>()?;
         let for_destination = rows.iter().map(|row| row.get(15)).collect::<Result<Vec<bool>, _>>()?;
-        let topics = found.iter().zip(&for_destination);
-        let firsts = firsts(topics.map(|(found, is_held)| is_held.then_some(found.message.topic.as_str())));
+        let topics = found.iter().zip(&for_destination).map(|(found, is_held)| {
+            (*is_held && found.message.held_by.is_none()).then_some(found.message.topic.as_str())
+        });
+        let firsts = firsts(topics);
         for (at, (found, row)) in found.iter_mut().zip(&rows).enumerate() {
             let message = &mut found.message;
             let behind = match (firsts.contains(&at), &message.key) {
@@ -357,7 +394,13 @@ impl<'a> Look<'a> {
 
 fn in_outbox(row: &dyn Row, state: DeadState) -> Result<FoundMessage, StoreError> {
     let position: i64 = row.get(0)?;
+    let held_by = row.get_opt::<i64>(18)?;
     let (age, reason): (i64, Option<String>) = (row.get(13)?, row.get_opt(5)?);
+    let error = reason.filter(|_| held_by.is_none());
+    let reason = error.clone().unwrap_or_else(|| match held_by {
+        Some(_) => state.reason_unless_stored(false).to_owned(),
+        None => "behind another message of its key, or to be sent alone".to_owned(),
+    });
     // Bytes that are not UTF-8 become the replacement character. An error would make the row
     // invisible to operators.
     let headers = row.get_opt::<Vec<u8>>(10)?.map(|json| parse_headers(&String::from_utf8_lossy(&json)));
@@ -373,12 +416,13 @@ fn in_outbox(row: &dyn Row, state: DeadState) -> Result<FoundMessage, StoreError
         topic: row.get(2)?,
         key: row.get_opt(3)?,
         kind: row.get(4)?,
-        error: reason.clone(),
-        reason: reason.unwrap_or_else(|| "behind another message of its key, or to be sent alone".to_owned()),
+        reason,
+        error,
         attempts: row.get(6)?,
         since: row.get(7)?,
         next_try: None,
         behind: 0,
+        held_by: held_by.map(|position| format!("o{position}")),
         requested: row.get_opt(8)?,
         history: history(&row.get::<String>(9)?)?,
         headers: headers.iter().cloned().chain(trace).collect(),
@@ -394,7 +438,7 @@ fn of_consumer(row: &dyn Row, state: DeadState) -> Result<FoundMessage, StoreErr
     let (message_id, key): (Uuid, Option<Vec<u8>>) = (row.get(3)?, row.get_opt(6)?);
     let (reason, next_try): (Option<String>, Option<_>) = (row.get_opt(8)?, row.get_opt(12)?);
     let history = history(&row.get::<String>(13)?)?;
-    let headers = row.get_headers(17)?;
+    let headers = row.get_headers(18)?;
     let shown = |(name, value): &(String, Vec<u8>)| (name.clone(), String::from_utf8_lossy(value).into_owned());
     let message = DeadMessage {
         number: format!("c{sequence}"),
@@ -405,12 +449,13 @@ fn of_consumer(row: &dyn Row, state: DeadState) -> Result<FoundMessage, StoreErr
         topic: row.foreign(5)?,
         key: key.clone().and_then(|key| String::from_utf8(key).ok()),
         kind: row.foreign(7)?,
-        reason: reason.unwrap_or_else(|| state.reason_of_consumer(next_try.is_some()).to_owned()),
+        reason: reason.unwrap_or_else(|| state.reason_unless_stored(next_try.is_some()).to_owned()),
         error: row.get_opt(9)?.or_else(|| history.last().map(|entry| entry.error.clone())),
         attempts: row.get(10)?,
         since: row.get(11)?,
         next_try,
         behind: 0,
+        held_by: row.get_opt::<i64>(17)?.map(|sequence| format!("c{sequence}")),
         requested: None,
         history,
         headers: headers.iter().map(shown).collect(),
