@@ -352,7 +352,8 @@ mod tests {
                 } else if line.starts_with("DATA") {
                     text = Some(String::new());
                     socket.write_all(b"354 go on\r\n").await.unwrap();
-                    // The only thread of this program stands, as all of them do in a process that is stopped.
+                    // The only thread of this program stands, as all of them do in a process that
+                    // is stopped.
                     std::thread::sleep(within);
                 } else {
                     socket.write_all(b"250 ok\r\n").await.unwrap();

@@ -107,8 +107,8 @@ async fn a_message_that_cannot_be_stored_is_found_among_many_in_a_few_tries() {
         world.until_consumer("dead", |ledger| ledger.dead == 1).await;
         assert_eq!(world.dead().await[0].reason, "unstorable");
         let tries: u32 = world.store.texts("select last_value::text from tries").await[0].parse().unwrap();
-        // A hundred are halved seven times. Alone it is tried twice, then stored, and three failures each
-        // time show that they are its own.
+        // A hundred are halved seven times. Alone it is tried twice, then stored, and three
+        // failures each time show that they are its own.
         assert!(tries <= 17, "{tries} tries");
         consumer.end().await;
     })

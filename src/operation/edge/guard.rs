@@ -197,8 +197,9 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
                 *self.progress.committed() = Committed::No;
                 return Err(error.into());
             }
-            // No answer does not tell a handler that committed from one whose connection failed. The
-            // second is the usual one, at each failover, and its key must not wait for an operator.
+            // No answer does not tell a handler that committed from one whose connection failed.
+            // The second is the usual one, at each failover, and its key must not wait for an
+            // operator.
             Ok(Err(error)) => return undone(error.into()),
             Err(_) => return undone(StoreError::Unavailable(silent(route.completion_budget)).into()),
         }
