@@ -461,7 +461,7 @@ async fn act_on(
         _ => BTreeMap::new(),
     };
     let left = left_alone(store, if which.numbers.is_empty() { &[] } else { &meant.numbers }, &numbers).await?;
-    let is_done = wait.is_zero() || became.values().all(Became::is_well);
+    let is_done = wait.is_zero() || left.is_empty() && became.values().all(Became::is_well);
     let done = || match is_done {
         true => Ok(()),
         false if became.values().any(Became::is_open) => {
@@ -497,14 +497,14 @@ async fn act_on(
     }
     let open = became.iter().filter(|(number, became)| matches!(became, Became::Open) && number.starts_with('c'));
     hint_of_consumers(store, open.map(|(number, _)| number.clone()).collect(), wait).await?;
-    if !wait.is_zero() {
-        return done();
-    }
     if found == 0 {
         hint_of_unknown(store, which.filter.consumer.as_deref()).await?;
     }
     if verb == "redrive" && found == 0 {
         hint_of_held(store, which).await?;
+    }
+    if !wait.is_zero() {
+        return done();
     }
     if !act.dry_run && numbers.iter().any(|number| number.starts_with('o')) {
         data!("the publisher carries out what concerns the outbox");

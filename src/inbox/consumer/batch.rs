@@ -72,11 +72,13 @@ pub(super) async fn run(
     let mut handlers = Handlers::default();
     let why = match unless(give_up, body(shared, tx.as_mut(), items, attempt, &mut handlers)).await {
         Some(Ok(Body::Commit { outcomes, handled, parked })) => {
-            if let Some(failure) = commit(tx, &handled, handlers.enqueued).await? {
-                return Ok(Some(BatchEnd::Failed(failure)));
+            let committed = commit(tx, &handled, handlers.enqueued).await;
+            // Also where nobody knows whether it is stored: the next try would find it done, and
+            // say nothing.
+            if matches!(committed, Ok(None) | Err(StoreError::CommitUnknown(_))) {
+                parked.iter().for_each(|parked| say_dead(&shared.options.name, parked));
             }
-            parked.iter().for_each(|parked| say_dead(&shared.options.name, parked));
-            return Ok(Some(BatchEnd::Done(outcomes)));
+            return Ok(Some(committed?.map_or(BatchEnd::Done(outcomes), BatchEnd::Failed)));
         }
         // Nobody waits for the end of a transaction that wrote nothing.
         Some(Ok(Body::Known(outcomes))) => {

@@ -3,20 +3,28 @@
 //! with the same codes as a server in trouble.
 //!
 //! Promise: a database that is down counts no attempt (G10). A message that the database cannot
-//! take stops its lane only until that is found out.
+//! take stops its lane only until that is found out: for seconds, because a server in trouble takes
+//! small rows before it takes large ones again.
 
 use std::time::Duration;
+
+use tokio::time::Instant;
 
 use super::Shared;
 use super::transaction::roll_back;
 use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, InboxEntry};
-use crate::inbox::rules::split::{PAUSE_FIRST, PAUSE_MAX};
+use crate::inbox::rules::split::PAUSE_MAX;
 use crate::message::MessageId;
 use crate::time::retry::pause;
 
 /// How often a message must fail while the database works for others right after it.
 const TIMES: u32 = 3;
+/// The longest pause after the first failure. It doubles with each further failure.
+const PAUSE_FIRST: Duration = Duration::from_millis(250);
+/// How long it must have failed before it is stored without its content. A full disk or a lack of
+/// memory may be over by then, and what is not stored would be lost here.
+const LOSS_AFTER: Duration = Duration::from_secs(20);
 /// The time limit for the work that proves this.
 const WORKS_MAX: Duration = Duration::from_secs(5);
 
@@ -31,16 +39,25 @@ pub(super) enum Fault {
     Its,
 }
 
-/// Counts failures in a row of one message that runs alone.
+/// Counts failures in a row of one message that runs alone, each of them while the database worked
+/// for others right after it.
 #[derive(Debug, Default)]
-pub(super) struct Blame(u32);
+pub(super) struct Blame {
+    times: u32,
+    since: Option<Instant>,
+}
 
 impl Blame {
     /// Judges an error of the database. `may_be_its_own`: a statement that can never succeed has
     /// this code too.
     pub(super) async fn of(&mut self, shared: &Shared, consumer: ConsumerId, may_be_its_own: bool) -> Fault {
-        self.0 = if works(shared, consumer).await { self.0 + 1 } else { 0 };
-        match self.0 >= TIMES {
+        if works(shared, consumer).await {
+            self.times += 1;
+            self.since.get_or_insert_with(Instant::now);
+        } else {
+            *self = Self::default();
+        }
+        match self.times >= TIMES {
             false => Fault::Transient,
             true if may_be_its_own => Fault::Its,
             true => Fault::Lasting,
@@ -49,12 +66,17 @@ impl Blame {
 
     /// The pause before the next try of the message, while the database works for others.
     pub(super) fn pause(&self) -> Duration {
-        pause(PAUSE_FIRST, PAUSE_MAX, self.0, fastrand::f64())
+        pause(PAUSE_FIRST, PAUSE_MAX, self.times, fastrand::f64())
+    }
+
+    /// Whether it has failed for so long that it may be stored without its content.
+    pub(super) fn lasts(&self) -> bool {
+        self.since.is_some_and(|since| since.elapsed() >= LOSS_AFTER)
     }
 
     /// Whether the database worked after the last failure, so that the cause will be known soon.
     pub(super) fn is_open(&self) -> bool {
-        self.0 > 0
+        self.times > 0
     }
 }
 

@@ -51,7 +51,8 @@ pub(super) fn out_of_time(item: &Item, reason: &str) -> Parked {
 }
 
 /// Logs a message that is stored as dead, and nothing of one that waits. It is called after the
-/// commit: a transaction that was rolled back runs again, and says it then.
+/// commit: a transaction that was rolled back runs again, and says it then. A message that comes
+/// again, and whose reason leaves no inbox row, is said again.
 pub(super) fn say_dead(consumer: &str, parked: &Parked) {
     let Parked { message, park_as: ParkAs::Dead { reason, holds }, attempts: tries, error } = parked else { return };
     let error = error.as_deref().unwrap_or_default();

@@ -104,7 +104,7 @@ const ANSWER: Duration = Duration::from_secs(10);
 impl Outbox for PostgresStore {
     async fn open(&self, request: &LeaseRequest) -> Result<LeaseAnswer, StoreError> {
         let mut connection = self.pool.dedicated().await?;
-        raw_sql(AssertSqlSafe(settings(self.server_timeout()))).run(&mut connection).await?;
+        raw_sql(AssertSqlSafe(settings(self.server_timeout(), request.length))).run(&mut connection).await?;
         let taken = sqlx::query(TAKE)
             .bind(request.shard)
             .bind(&request.owner)
@@ -192,13 +192,18 @@ impl Outbox for PostgresStore {
 /// A wait for a lock ends before its statement does. PostgreSQL reports the timeout that ends
 /// first, and a lock that is not free is waited for: the transaction of a former owner may hang in
 /// its COMMIT, for a synchronous standby for example.
-pub(super) fn settings(timeout: Duration) -> String {
+///
+/// A transaction that is idle for a lease is ended, because it may have locked the row of the
+/// lease: its owner is frozen, and the next one would wait for it.
+fn settings(timeout: Duration, lease: Duration) -> String {
+    let idle = lease.as_millis().max(1);
     let (timeout, lock) = (timeout.as_millis(), (timeout - timeout / 8).as_millis());
     format!(
         "{SYNCHRONOUS};
          set row_security = off;
          set plan_cache_mode = force_generic_plan;
          set enable_seqscan = off; set enable_bitmapscan = off; set enable_sort = off; set jit = off;
+         set idle_in_transaction_session_timeout = {idle};
          set statement_timeout = {timeout}; set lock_timeout = {lock}"
     )
 }

@@ -40,7 +40,11 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
             }
             Err(error) => {
                 let may_be_its_own = error.may_be_its_own() && unstorable.is_none();
-                if may_be_its_own && blame.of(&lane.shared, lane.consumer, true).await == Fault::Its {
+                let fault = match may_be_its_own {
+                    true => blame.of(&lane.shared, lane.consumer, true).await,
+                    false => Fault::Transient,
+                };
+                if fault == Fault::Its && blame.lasts() {
                     unstorable = Some(error.to_string());
                 } else if may_be_its_own && blame.is_open() {
                     lane.pause(&blame).await;
@@ -104,7 +108,14 @@ async fn store(
     }
     .await;
     match body {
-        Ok(Some(parked)) => tx.commit().await.map(|()| Some(parked)),
+        Ok(Some(parked)) => {
+            let committed = tx.commit().await;
+            // The next try would find it done, and say nothing.
+            if matches!(committed, Err(StoreError::CommitUnknown(_))) {
+                verdict::say_dead(&lane.shared.options.name, &parked);
+            }
+            committed.map(|()| Some(parked))
+        }
         nothing_stored => {
             roll_back(tx).await;
             nothing_stored
