@@ -471,9 +471,8 @@ pub trait Bridged: Send {
     /// already the setting fails.
     ///
     /// # Errors
-    /// [`StoreError::Fenced`]: the transaction has ended, by COMMIT or by ROLLBACK. Any other error
-    /// is the database's, and does not tell how the transaction ended; one that was still open was
-    /// not committed.
+    /// [`StoreError::Fenced`]: the transaction has ended, by COMMIT or by ROLLBACK. After any other
+    /// error nobody knows whether it had ended. If it was still open, the database rolls it back.
     fn stands(&mut self) -> impl Future<Output = Result<(), StoreError>> + Send;
 }
 

@@ -58,9 +58,9 @@ pub(crate) enum DeadCommand {
         /// what is done is done
         #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..))]
         rate: u32,
-        /// Wait so long for what becomes of each message, and say it: handled, sent, or dead again.
-        /// One that failed and is tried again is waited for. Exit code 3 where one was neither
-        /// handled nor sent
+        /// Wait at most this long, and say what became of each message: handled, sent, or dead
+        /// again. A message that is tried again is waited for. The exit code is 3 where a message
+        /// was neither handled nor sent
         #[arg(long, value_name = "TIME", default_value = "0s", value_parser = oncebox::app::config::parse_duration)]
         wait: Duration,
         /// Under a new id, so that it is a new message (only one at a time)

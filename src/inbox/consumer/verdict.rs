@@ -37,14 +37,14 @@ pub(super) fn dead(item: &Item, reason: &str, error: &str, holds: bool) -> Parke
     Parked { message: item.message.clone(), park_as, attempts: 0, error: Some(error.to_owned()) }
 }
 
-/// The stored form of a message that has the id of another one. It does not stop later messages of
-/// its key.
+/// The stored form of a message that has the id of another one. Later messages of its key do not
+/// wait for it.
 pub(super) fn id_reused(item: &Item) -> Parked {
     dead(item, ID_REUSED, "the same id stands in the inbox with different content", false)
 }
 
-/// The stored form of a message that is too old or from the future (R31). It does not stop later
-/// messages of its key.
+/// The stored form of a message that is too old or from the future (R31). Later messages of its key
+/// do not wait for it.
 pub(super) fn out_of_time(item: &Item, reason: &str) -> Parked {
     let why = "its inbox row is deleted, or will be soon, so a second copy could not be told apart; redrive it if it was not handled";
     dead(item, reason, why, false)
@@ -56,7 +56,8 @@ pub(super) fn out_of_time(item: &Item, reason: &str) -> Parked {
 pub(super) fn say_dead(consumer: &str, parked: &Parked) {
     let Parked { message, park_as: ParkAs::Dead { reason, holds }, attempts: tries, error } = parked else { return };
     let error = error.as_deref().unwrap_or_default();
-    // Two messages with one id are an alarm of their own (G7).
+    // Two contents under one id are a mistake of a producer. It has a line of its own, so that
+    // operators can watch for it (G7: an id that comes again with other content is an alarm).
     let what = if reason == ID_REUSED { "the same message id with different content" } else { "a message is dead" };
     tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, place = %message.coordinates, tries, reason, holds, error, "{what}");
 }

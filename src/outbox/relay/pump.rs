@@ -570,8 +570,8 @@ async fn give_back(session: Box<dyn RelaySession>) {
     }
 }
 
-/// Runs a step. While it takes long, the health shows that it waits, and why. Returns true where it
-/// did.
+/// Runs a step, and returns its result. Where the step takes longer than [`STEP_SHOWN`], the health
+/// shows `why` from then on, and the flag that is returned is true.
 pub(super) async fn shown<T>(relay: &Relay, why: &str, step: impl Future<Output = T>) -> (T, bool) {
     let mut late = false;
     let mut step = std::pin::pin!(step);

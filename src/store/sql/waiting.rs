@@ -7,8 +7,8 @@
 //! * Rows behind a head have no due time, so a poll does not read them. The transaction that
 //!   removes a head makes the next row due, after its proof, and a sweep finds heads that a race
 //!   left without a due time.
-//! * Behind a head at most 8 MiB of payload are leased, because memory is bounded whatever the
-//!   messages are (G11).
+//! * Behind a head at most 8 MiB of payload are leased. So a retrier needs no more memory where
+//!   messages are large or many (G11: what a program holds in memory is bounded).
 //! * On PostgreSQL what finds rows by lists is planned for each run: the table is small until
 //!   something fails, and then large at once, and a kept plan would read all of it.
 //! * Rows are updated by their exact numbers: an update that searches would wait for every open

@@ -70,14 +70,12 @@ pub(super) async fn what_became(
                 Some(message) => {
                     let before = last_tries.get(&number).copied().flatten();
                     let failed = message.history.last().filter(|entry| before < Some(entry.at));
-                    let has_next_try = message.state == DeadState::Waiting || message.next_try.is_some();
-                    match failed {
-                        Some(entry) if is_over || !has_next_try => Became::Failed(message.state, entry.error.clone()),
-                        None if is_over => Became::Open,
-                        _ => continue,
-                    }
+                    failed.map_or(Became::Open, |entry| Became::Failed(message.state, entry.error.clone()))
                 }
             };
+            if now.is_open() && !is_over {
+                continue;
+            }
             last_tries.remove(&number);
             became.insert(number, now);
         }

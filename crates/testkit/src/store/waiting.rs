@@ -213,8 +213,8 @@ pub async fn a_message_comes_back_from_waiting_as_it_was<F: Fixture>(trial: &Tri
     }
 }
 
-/// A client of a broker may give a message a time that not every database takes. The message is
-/// stored without it.
+/// A message is stored without its time where the time lies outside the years that every database
+/// takes. Any client of a broker may give a message such a time.
 pub async fn a_message_is_stored_whatever_its_time_is<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     for millis in [-210_866_803_200_000, 8_000_000_000_000_000] {

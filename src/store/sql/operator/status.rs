@@ -197,9 +197,9 @@ pub(in crate::store) async fn read(
 }
 
 fn shard(row: &dyn Row) -> Result<ShardStatus, StoreError> {
-    // A lease never has more time left than its length, unless the clock of the database went
-    // back. Then it counts as ended, so that it does not hold its shard until the clock has caught
-    // up (R22).
+    // A lease has more time left than its length only if the clock of the database went back. It
+    // counts as ended then: otherwise nobody could take the shard until the clock has caught up,
+    // perhaps for hours (R22: a lease from before such a step is over).
     let left = row.get_opt::<i64>(7)?.map(std::ops::Neg::neg);
     let length: i64 = row.get_opt(8)?.unwrap_or(0);
     let left = left.filter(|left| *left > 0 && *left <= length);
