@@ -116,6 +116,9 @@ pub(crate) struct World<S: OperationStore> {
 
 impl<S: Sql> World<S> {
     pub(crate) async fn on(store: S, url: &str) -> Self {
+        // A test that fails shows what the engine warned of: an answer names no error of a store.
+        let warnings = tracing_subscriber::fmt().with_max_level(tracing::Level::WARN).with_ansi(false);
+        let _ = warnings.with_test_writer().try_init();
         store.exec(S::EFFECT).await;
         let engine = Engine::new(store.clone(), EngineOptions::default());
         Self { store, engine, url: url.to_owned(), _directory: None }
