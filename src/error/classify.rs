@@ -6,6 +6,8 @@
 //! Not here: errors of brokers (`broker`), and codes that one adapter asks for at one statement
 //! (`store`).
 
+use std::borrow::Cow;
+
 use sqlx::error::DatabaseError;
 
 use super::{LimitError, StoreError};
@@ -15,6 +17,35 @@ use super::{LimitError, StoreError};
 enum Transient {
     Busy,
     Unavailable,
+}
+
+/// The code by which a database says what happened.
+#[allow(dead_code, reason = "a build knows the codes of its own databases only")]
+enum Code<'a> {
+    /// The SQLSTATE of PostgreSQL.
+    State(&'a str),
+    /// The error number of MySQL or MariaDB, which says more than their SQLSTATE.
+    MySql(u16),
+    Sqlite(i32),
+}
+
+fn code(error: &dyn DatabaseError) -> Option<Code<'_>> {
+    #[cfg(feature = "mysql")]
+    if let Some(error) = error.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
+        return Some(Code::MySql(error.number()));
+    }
+    #[cfg(any(feature = "sqlite", feature = "embedded"))]
+    if error.try_downcast_ref::<sqlx::sqlite::SqliteError>().is_some() {
+        return error.code()?.parse().ok().map(Code::Sqlite);
+    }
+    match error.code()? {
+        Cow::Borrowed(state) => Some(Code::State(state)),
+        Cow::Owned(_) => None,
+    }
+}
+
+fn code_of(error: &sqlx::Error) -> Option<Code<'_>> {
+    error.as_database_error().and_then(code)
 }
 
 /// Whether the error is transient: a deadlock, a lock timeout, a lost connection, or a database
@@ -37,22 +68,18 @@ pub(super) fn of_tls(said: String, is_built: bool) -> String {
 /// Whether the database says that a table, a function or the schema of oncebox is not there. A
 /// partition is not meant (its name ends with a digit): it may have gone since its name was read.
 pub(crate) fn is_schema_missing(error: &sqlx::Error) -> bool {
-    let sqlx::Error::Database(database) = error else { return false };
+    let Some(database) = error.as_database_error() else { return false };
     let message = database.message();
-    #[cfg(feature = "mysql")]
-    if let Some(error) = database.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
+    match code(database) {
         // Of a table, and of a procedure or function: `'shop.oncebox_outbox'`.
-        return matches!(error.number(), 1146 | 1305) && message.contains(".oncebox_");
-    }
-    #[cfg(any(feature = "sqlite", feature = "embedded"))]
-    if database.try_downcast_ref::<sqlx::sqlite::SqliteError>().is_some() {
-        let table = message.strip_prefix("no such table: ");
-        return table.is_some_and(|table| table.trim_start_matches("main.").starts_with("oncebox_"));
-    }
-    match database.code().as_deref() {
-        Some("3F000") => message.contains("\"oncebox\""),
-        Some("42883") => message.contains(" oncebox."),
-        Some("42P01") => message
+        Some(Code::MySql(1146 | 1305)) => message.contains(".oncebox_"),
+        Some(Code::Sqlite(_)) => {
+            let table = message.strip_prefix("no such table: ");
+            table.is_some_and(|table| table.trim_start_matches("main.").starts_with("oncebox_"))
+        }
+        Some(Code::State("3F000")) => message.contains("\"oncebox\""),
+        Some(Code::State("42883")) => message.contains(" oncebox."),
+        Some(Code::State("42P01")) => message
             .split('"')
             .nth(1)
             .is_some_and(|name| name.starts_with("oncebox.") && !name.ends_with(|last: char| last.is_ascii_digit())),
@@ -60,38 +87,21 @@ pub(crate) fn is_schema_missing(error: &sqlx::Error) -> bool {
     }
 }
 
-#[cfg(any(feature = "postgres", feature = "mysql"))]
 const RIGHT: &str = "give the user of [database] url this right (docs/guides/production.md, Rights)";
-#[cfg(any(feature = "postgres", feature = "mysql"))]
 const DATABASE: &str = "create this database first";
-#[cfg(any(feature = "postgres", feature = "mysql"))]
 const PASSWORD: &str = "correct the user or the password in [database] url";
 
 /// What to do about an error of a server that a person mends: a right, a password or the database
 /// is missing. `None` for any other.
-#[cfg_attr(not(any(feature = "postgres", feature = "mysql")), expect(unused_variables, reason = "SQLite has none"))]
 pub(super) fn remedy(error: &dyn DatabaseError) -> Option<&'static str> {
-    #[cfg(feature = "postgres")]
-    if let Some(error) = error.try_downcast_ref::<sqlx::postgres::PgDatabaseError>() {
-        return match error.code() {
-            "42501" => Some(RIGHT),
-            "3D000" => Some(DATABASE),
-            "28P01" => Some(PASSWORD),
-            "28000" => Some("let the user of [database] url in at the server: its role, and pg_hba.conf"),
-            _ => None,
-        };
+    match code(error)? {
+        // Of a database, a table, a column, a global privilege, a routine.
+        Code::State("42501") | Code::MySql(1044 | 1142 | 1143 | 1227 | 1370) => Some(RIGHT),
+        Code::State("3D000") | Code::MySql(1049) => Some(DATABASE),
+        Code::State("28P01") | Code::MySql(1045 | 1698) => Some(PASSWORD),
+        Code::State("28000") => Some("let the user of [database] url in at the server: its role, and pg_hba.conf"),
+        _ => None,
     }
-    #[cfg(feature = "mysql")]
-    if let Some(error) = error.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
-        return match error.number() {
-            // Of a database, a table, a column, a global privilege, a routine.
-            1044 | 1142 | 1143 | 1227 | 1370 => Some(RIGHT),
-            1049 => Some(DATABASE),
-            1045 | 1698 => Some(PASSWORD),
-            _ => None,
-        };
-    }
-    None
 }
 
 /// Whether a person must mend something at the server before this can succeed.
@@ -103,27 +113,16 @@ pub(crate) fn needs_a_person(error: &sqlx::Error) -> bool {
 /// Whether the server, or the user's share of it, has no connection left.
 #[cfg(all(feature = "duties", any(feature = "postgres", feature = "mysql")))]
 pub(crate) fn is_without_connections(error: &sqlx::Error) -> bool {
-    let sqlx::Error::Database(database) = error else { return false };
-    #[cfg(feature = "mysql")]
-    if let Some(error) = database.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
-        return matches!(error.number(), 1040 | 1203 | 1226);
-    }
-    database.code().is_some_and(|code| code == "53300")
+    matches!(code_of(error), Some(Code::State("53300") | Code::MySql(1040 | 1203 | 1226)))
 }
 
 /// The message and the code of a database, as one text.
 pub(super) fn message_and_code(error: &dyn DatabaseError) -> String {
     let message = error.message();
-    #[cfg(feature = "mysql")]
-    if let Some(error) = error.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
-        return format!("{message} (error {})", error.number());
-    }
-    match error.code() {
-        #[cfg(any(feature = "sqlite", feature = "embedded"))]
-        Some(code) if error.try_downcast_ref::<sqlx::sqlite::SqliteError>().is_some() => {
-            format!("{message} (SQLite code {code})")
-        }
-        Some(code) => format!("{message} (SQLSTATE {code})"),
+    match code(error) {
+        Some(Code::MySql(number)) => format!("{message} (error {number})"),
+        Some(Code::Sqlite(code)) => format!("{message} (SQLite code {code})"),
+        Some(Code::State(state)) => format!("{message} (SQLSTATE {state})"),
         None => message.to_owned(),
     }
 }
@@ -166,12 +165,7 @@ pub(crate) fn is_unavailable(error: &sqlx::Error) -> bool {
 /// Whether the server takes no writes, as one that was a primary before a failover.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) fn is_read_only(error: &sqlx::Error) -> bool {
-    let sqlx::Error::Database(database) = error else { return false };
-    #[cfg(feature = "mysql")]
-    if let Some(error) = database.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
-        return matches!(error.number(), 1290 | 1836);
-    }
-    database.code().is_some_and(|code| code == "25006")
+    matches!(code_of(error), Some(Code::State("25006") | Code::MySql(1290 | 1836)))
 }
 
 /// Whether one statement may have caused an error that looks like a database that is away: the
@@ -180,30 +174,20 @@ pub(crate) fn is_read_only(error: &sqlx::Error) -> bool {
 /// these are the same for all statements.
 #[cfg(feature = "consumer")]
 pub(crate) fn may_be_caused_by_the_statement(error: &sqlx::Error) -> bool {
-    match error {
-        sqlx::Error::Io(_) | sqlx::Error::Protocol(_) => true,
-        sqlx::Error::Database(database) => {
-            #[cfg(feature = "mysql")]
-            if let Some(error) = database.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
-                let number = error.number();
-                return matches!(number, 1037 | 1038 | 1041 | 1030 | 1114 | 1152 | 1158..=1161 | 2006 | 2013);
-            }
-            let code = database.code();
-            code.is_some_and(|code| code.starts_with("08") || matches!(&*code, "53000" | "53200" | "53400"))
+    match code_of(error) {
+        Some(Code::State(state)) => state.starts_with("08") || matches!(state, "53000" | "53200" | "53400"),
+        Some(Code::MySql(number)) => {
+            matches!(number, 1037 | 1038 | 1041 | 1030 | 1114 | 1152 | 1158..=1161 | 2006 | 2013)
         }
-        _ => false,
+        Some(Code::Sqlite(_)) => false,
+        None => matches!(error, sqlx::Error::Io(_) | sqlx::Error::Protocol(_)),
     }
 }
 
 /// Whether a statement gave up waiting for a lock. The next try may wait as long.
 #[cfg(feature = "consumer")]
 pub(crate) fn is_lock_wait(error: &sqlx::Error) -> bool {
-    let sqlx::Error::Database(database) = error else { return false };
-    #[cfg(feature = "mysql")]
-    if let Some(error) = database.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
-        return error.number() == 1205;
-    }
-    database.code().is_some_and(|code| code == "55P03")
+    matches!(code_of(error), Some(Code::State("55P03") | Code::MySql(1205)))
 }
 
 fn transient(error: &sqlx::Error) -> Option<Transient> {
@@ -219,15 +203,11 @@ fn transient(error: &sqlx::Error) -> Option<Transient> {
 }
 
 fn of_database(error: &dyn DatabaseError) -> Option<Transient> {
-    #[cfg(feature = "mysql")]
-    if let Some(error) = error.try_downcast_ref::<sqlx::mysql::MySqlDatabaseError>() {
-        return of_mysql(error.number());
+    match code(error)? {
+        Code::State(state) => of_sqlstate(state),
+        Code::MySql(number) => of_mysql(number),
+        Code::Sqlite(code) => of_sqlite(code),
     }
-    #[cfg(any(feature = "sqlite", feature = "embedded"))]
-    if error.try_downcast_ref::<sqlx::sqlite::SqliteError>().is_some() {
-        return error.code().and_then(|code| code.parse().ok()).and_then(of_sqlite);
-    }
-    of_sqlstate(error.code().as_deref()?)
 }
 
 fn of_sqlstate(code: &str) -> Option<Transient> {
@@ -243,7 +223,6 @@ fn of_sqlstate(code: &str) -> Option<Transient> {
     }
 }
 
-#[cfg(feature = "mysql")]
 fn of_mysql(number: u16) -> Option<Transient> {
     match number {
         // Lock wait timeout, deadlock (also of XA and of group replication), too many locks, record
@@ -260,7 +239,6 @@ fn of_mysql(number: u16) -> Option<Transient> {
     }
 }
 
-#[cfg(any(feature = "sqlite", feature = "embedded"))]
 fn of_sqlite(code: i32) -> Option<Transient> {
     match code & 0xff {
         5 | 6 => Some(Transient::Busy),                   // SQLITE_BUSY, SQLITE_LOCKED
@@ -353,7 +331,6 @@ mod tests {
         }
     }
 
-    #[cfg(feature = "mysql")]
     #[test]
     fn the_numbers_of_r27_are_transient_and_a_duplicate_is_not() {
         assert!([1213, 1205, 1040, 1114, 1290, 4031].into_iter().all(|number| of_mysql(number).is_some()));
@@ -361,7 +338,6 @@ mod tests {
         assert!([1062, 1406, 1146, 3024, 1969].into_iter().all(|number| of_mysql(number).is_none()));
     }
 
-    #[cfg(feature = "sqlite")]
     #[test]
     fn the_sqlite_codes_of_r27_are_transient_also_extended() {
         assert!([5, 517, 8, 10, 13, 778].into_iter().all(|code| of_sqlite(code).is_some()));
