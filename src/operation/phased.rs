@@ -9,14 +9,13 @@
 //! | file | holds |
 //! |---|---|
 //! | `flow`, `phase`, `ends` | what an author writes, and how a phase may end |
-//! | `context` | the operation that a phase belongs to, and where it continues |
+//! | `context` | the operation that a phase belongs to, the ids derived from it, and where it continues |
 //! | `effect`, `provider`, `http` | effects, adapters, an adapter over HTTP |
 //! | `sending`, `webhook`, `email` | an operation with one effect: a signed webhook, an e-mail |
-//! | `identity` | identities derived from the operation |
 //! | `engine`, `opening` | a request for an operation, and the first phase |
 //! | `taken` | prepares the driver of an operation that was taken over |
 //! | `driver` with its folder, `hold` | from a recovery point to the next: phases, calls, the lease, and its release |
-//! | `evidence`, `vault` | how observations are stored |
+//! | `evidence` | how observations are stored |
 //! | `registry`, `recovery` | the registered flows, and the worker |
 //!
 //! The worker is built with the service's flows, so it runs in the service's process, as in
@@ -35,7 +34,6 @@ mod flow;
 mod hold;
 #[cfg(feature = "client")]
 pub mod http;
-mod identity;
 mod opening;
 mod phase;
 mod provider;
@@ -44,7 +42,6 @@ mod registry;
 #[cfg(any(feature = "client", feature = "email"))]
 mod sending;
 mod taken;
-mod vault;
 #[cfg(feature = "client")]
 pub mod webhook;
 

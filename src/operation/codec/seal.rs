@@ -10,6 +10,9 @@ use std::fmt;
 #[cfg(feature = "encrypt")]
 use std::collections::BTreeMap;
 
+use uuid::Uuid;
+
+use crate::error::StoreError;
 use crate::operation::port::KeptBody;
 use crate::operation::port::evidence::Sealed;
 use crate::operation::port::stored::{pack, unpack};
@@ -100,21 +103,24 @@ impl Sealer {
         Self { sealed_only: true, ..self }
     }
 
-    /// Seals bytes in this context, such as the id of the operation whose command they are. The
-    /// bytes are never compressed. Where the cipher fails, they are not returned in plain instead.
-    pub(crate) fn seal(&self, context: &[&[u8]], bytes: Vec<u8>) -> Result<Sealed, SealError> {
+    /// Seals bytes of an operation; `what` is `command`, `request:EFFECT` or `evidence`. They open
+    /// as the same part of the same operation only, and are never compressed. After an error, store
+    /// nothing in plain instead.
+    pub(crate) fn seal(&self, operation_id: Uuid, what: &str, plain: &[u8]) -> Result<Sealed, StoreError> {
         let format = if self.encrypts() { ENCRYPTED } else { 0 };
-        let (bytes, kid) = self.encrypt(&associated(&framed(context.iter().copied()), format), bytes)?;
+        let sealed = self.encrypt(&associated(&part(operation_id, what), format), plain.to_vec());
+        let (bytes, kid) = sealed.map_err(|error| unusable(operation_id, what, &error))?;
         Ok(Sealed { bytes, kid })
     }
 
-    /// Opens bytes that [`Self::seal`] has sealed, with the same context.
-    pub(crate) fn open(&self, context: &[&[u8]], sealed: &Sealed) -> Result<Vec<u8>, SealError> {
-        match &sealed.kid {
+    /// Opens bytes of an operation that [`Self::seal`] sealed with the same `what`.
+    pub(crate) fn open(&self, operation_id: Uuid, what: &str, sealed: &Sealed) -> Result<Vec<u8>, StoreError> {
+        let opened = match &sealed.kid {
             None if self.sealed_only => Err(SealError::Plain),
             None => Ok(sealed.bytes.clone()),
-            Some(kid) => self.decrypt(&associated(&framed(context.iter().copied()), ENCRYPTED), kid, &sealed.bytes),
-        }
+            Some(kid) => self.decrypt(&associated(&part(operation_id, what), ENCRYPTED), kid, &sealed.bytes),
+        };
+        opened.map_err(|error| unusable(operation_id, what, &error))
     }
 
     pub(super) fn encrypts(&self) -> bool {
@@ -193,6 +199,15 @@ impl fmt::Debug for Sealer {
             .field("sealed_only", &self.sealed_only)
             .finish_non_exhaustive()
     }
+}
+
+/// The context of what belongs to an operation.
+fn part(operation_id: Uuid, what: &str) -> Vec<u8> {
+    framed([operation_id.as_bytes(), what.as_bytes()])
+}
+
+fn unusable(operation_id: Uuid, what: &str, error: &SealError) -> StoreError {
+    StoreError::Refused(format!("the {what} of the operation {operation_id}: {error}"))
 }
 
 /// The associated data of the cipher: the format, and the context, whose parts stand after their

@@ -145,7 +145,7 @@ fn m67_what_an_earlier_version_sealed_is_still_opened() {
     let command = "000102030405060708090a0b0c0d0e0f1011121314151617d335c2e1d8266cd88fac80dd90374448fa1915905f7898bd";
     let command = Sealed { bytes: unhex(command).unwrap(), kid: Some("k1".to_owned()) };
     let operation = uuid::Uuid::from_u128(7);
-    assert_eq!(sealer.open(&[operation.as_bytes(), b"command"], &command).unwrap(), b"{\"id\":7}");
+    assert_eq!(sealer.open(operation, "command", &command).unwrap(), b"{\"id\":7}");
 }
 
 // Shown by: keeping a body that is too long; a reference without a resource kept whole.

@@ -354,7 +354,7 @@ impl Driver {
         if self.fresh.take().is_some_and(|name| name == effect.name) && intent.sends == 1 {
             return self.send(effect, stored, intent, 1, None).await;
         }
-        let seen = evidence::evidence(&self.phased.vault, &stored.evidence, effect.name)?;
+        let seen = evidence::evidence(&self.phased.sealer, &stored.evidence, effect.name)?;
         let step =
             effect.strategy.next(sends, &seen, stored.now).within(stored.attempts, self.phased.settings.attempts_max);
         match step {
@@ -416,7 +416,7 @@ impl Driver {
     /// Settles an effect in the transaction that reads its evidence.
     async fn settle(&mut self, effect: &Declared, sends: Sends, point: &str) -> Result<Next, StoreError> {
         let mut tx = self.phased.store.begin_phase(&self.driven).await?;
-        let seen = evidence::evidence(&self.phased.vault, &tx.evidence().await?, effect.name)?;
+        let seen = evidence::evidence(&self.phased.sealer, &tx.evidence().await?, effect.name)?;
         let Some(settled) = seen.settled(sends) else {
             // New evidence has arrived: decide again.
             tx.rollback().await?;
@@ -433,7 +433,7 @@ impl Driver {
             let (Some(effect), Some(settled)) = (flow.effect(&intent.intent.effect), intent.settled()) else {
                 continue;
             };
-            let rows = evidence::rows(&self.phased.vault, &stored.evidence, effect.name)?;
+            let rows = evidence::rows(&self.phased.sealer, &stored.evidence, effect.name)?;
             let saw = rows.into_iter().rev().find(|row| settles(row.proof.verdict, settled)).map(|row| row.saw);
             settlements.add(effect.name, effect.settlement(settled), saw.unwrap_or_default());
         }
@@ -566,7 +566,7 @@ pub(super) fn new_intent(
         effect: effect.name.to_owned(),
         strategy: effect.strategy_name().to_owned(),
         provider_key: prepared.key.clone(),
-        request: phased.vault.seal(context.operation_id(), &what, &prepared.bytes)?,
+        request: phased.sealer.seal(context.operation_id(), &what, &prepared.bytes)?,
         adapter: effect.provider.name().to_owned(),
         adapter_version: effect.provider.version(),
         undoes: effect.undoes.map(str::to_owned),

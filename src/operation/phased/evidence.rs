@@ -21,15 +21,15 @@
 //! program cannot read is an error, never left out.
 //!
 //! Not here: the conclusion from all rows ([`Evidence`]), and the cipher of the bytes
-//! ([`vault`](super::vault)).
+//! ([`Sealer`]).
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use super::vault::Vault;
 use crate::error::StoreError;
+use crate::operation::Sealer;
 use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
 use crate::operation::rules::provider::{Evidence, Proof, Verdict};
 
@@ -82,7 +82,7 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-pub(super) fn row(vault: &Vault, seen: &Observation<'_>) -> Result<NewEvidence, StoreError> {
+pub(super) fn row(sealer: &Sealer, seen: &Observation<'_>) -> Result<NewEvidence, StoreError> {
     let kind = match seen.by {
         By::Answer => "answer",
         By::Query => "query",
@@ -103,11 +103,11 @@ pub(super) fn row(vault: &Vault, seen: &Observation<'_>) -> Result<NewEvidence, 
         kind: kind.to_owned(),
         verdict: seen.verdict.word().to_owned(),
         status: seen.status,
-        bytes: vault.seal(seen.operation_id, "evidence", &bytes)?,
+        bytes: sealer.seal(seen.operation_id, "evidence", &bytes)?,
     })
 }
 
-fn read(vault: &Vault, stored: &StoredEvidence) -> Result<Row, StoreError> {
+fn read(sealer: &Sealer, stored: &StoredEvidence) -> Result<Row, StoreError> {
     let row = &stored.evidence;
     let unreadable = |what: &dyn std::fmt::Display| {
         StoreError::Corrupt(format!("evidence of the operation {} cannot be read: {what}", row.operation_id))
@@ -123,7 +123,7 @@ fn read(vault: &Vault, stored: &StoredEvidence) -> Result<Row, StoreError> {
         // The command line has no keys, so it writes in plain; these rows are used all the same.
         (verdict, String::from_utf8_lossy(&row.bytes.bytes).into_owned())
     } else {
-        let bytes = vault.open(row.operation_id, "evidence", &row.bytes)?;
+        let bytes = sealer.open(row.operation_id, "evidence", &row.bytes)?;
         let body: Body = serde_json::from_slice(&bytes).map_err(|error| unreadable(&error))?;
         let verdict = Verdict::from_row(&body.proves, Duration::from_millis(body.pause_ms))
             .ok_or_else(|| unreadable(&format!("`{}` is no verdict that this program knows", body.proves)))?;
@@ -135,23 +135,23 @@ fn read(vault: &Vault, stored: &StoredEvidence) -> Result<Row, StoreError> {
 
 /// What providers said of an effect. An operator's rows that waive a send count too: without them a
 /// declined duplicate would look like a failure.
-pub(super) fn providers(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Evidence, StoreError> {
-    let mut rows = all(vault, stored, effect)?;
+pub(super) fn providers(sealer: &Sealer, stored: &[StoredEvidence], effect: &str) -> Result<Evidence, StoreError> {
+    let mut rows = all(sealer, stored, effect)?;
     rows.retain(|row| !row.operator || row.proof.verdict == Verdict::Waived);
     Ok(Evidence::of(rows.iter().map(|row| row.proof)))
 }
 
 /// The evidence of an effect from which its outcome is decided: that of the rows which [`rows`]
 /// returns.
-pub(super) fn evidence(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Evidence, StoreError> {
-    Ok(Evidence::of(rows(vault, stored, effect)?.iter().map(|row| row.proof)))
+pub(super) fn evidence(sealer: &Sealer, stored: &[StoredEvidence], effect: &str) -> Result<Evidence, StoreError> {
+    Ok(Evidence::of(rows(sealer, stored, effect)?.iter().map(|row| row.proof)))
 }
 
 /// The rows of an effect that decide: the operator's last success or failure alone, or all rows
 /// where there is none. Beside an operator's failure a provider's later success stays: the operator
 /// cannot have known it, so it is decided again.
-pub(super) fn rows(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
-    let mut rows = all(vault, stored, effect)?;
+pub(super) fn rows(sealer: &Sealer, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
+    let mut rows = all(sealer, stored, effect)?;
     let decided = |row: &Row| row.operator && matches!(row.proof.verdict, Verdict::Succeeded | Verdict::Failed);
     let Some(at) = rows.iter().rposition(decided) else { return Ok(rows) };
     let mut since = rows.split_off(at);
@@ -164,24 +164,19 @@ pub(super) fn rows(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Re
     Ok(since)
 }
 
-fn all(vault: &Vault, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
+fn all(sealer: &Sealer, stored: &[StoredEvidence], effect: &str) -> Result<Vec<Row>, StoreError> {
     // A row of kind `run` records that a handler ended after its lease was lost; it is not about a
     // provider.
     let of_it = stored.iter().filter(|one| one.evidence.effect == effect && one.evidence.kind != "run");
-    of_it.map(|one| read(vault, one)).collect()
+    of_it.map(|one| read(sealer, one)).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::operation::Sealer;
     use crate::operation::port::evidence::Sealed;
     use crate::operation::rules::provider::{Sends, Settled};
     use crate::time::db_time::DbTime;
-
-    fn plain() -> Vault {
-        Vault(Sealer::default())
-    }
 
     fn observed(verdict: Verdict, send: u32, by: By) -> StoredEvidence {
         let seen = Observation {
@@ -194,7 +189,7 @@ mod tests {
             status: Some(409),
             saw: b"{\"code\":\"in_progress\"}",
         };
-        StoredEvidence { evidence: row(&plain(), &seen).expect("a row"), at: DbTime::from_millis(5) }
+        StoredEvidence { evidence: row(&Sealer::default(), &seen).expect("a row"), at: DbTime::from_millis(5) }
     }
 
     fn operators(verdict: &str) -> StoredEvidence {
@@ -222,13 +217,13 @@ mod tests {
             Verdict::Indefinite,
         ] {
             for (send, by) in [(3, By::Answer), (0, By::Query), (1, By::Error)] {
-                let read = rows(&plain(), &[observed(verdict, send, by)], "charge").expect("read");
+                let read = rows(&Sealer::default(), &[observed(verdict, send, by)], "charge").expect("read");
                 assert_eq!(read[0].proof.verdict, verdict);
                 assert_eq!(read[0].proof.send, (send > 0).then_some(send));
                 assert_eq!(read[0].saw, "{\"code\":\"in_progress\"}");
             }
         }
-        let other = rows(&plain(), &[observed(Verdict::Succeeded, 1, By::Answer)], "refund").expect("read");
+        let other = rows(&Sealer::default(), &[observed(Verdict::Succeeded, 1, By::Answer)], "refund").expect("read");
         assert!(other.is_empty(), "of another effect");
     }
 
@@ -237,8 +232,8 @@ mod tests {
     fn o8_a_row_of_a_newer_program_is_an_error_and_not_left_out() {
         let mut newer = observed(Verdict::Succeeded, 1, By::Answer);
         newer.evidence.bytes.bytes = br#"{"proves":"quantum","saw":""}"#.to_vec();
-        assert!(matches!(rows(&plain(), &[newer], "charge"), Err(StoreError::Corrupt(_))));
-        let operators_newer = rows(&plain(), &[operators("undone")], "charge");
+        assert!(matches!(rows(&Sealer::default(), &[newer], "charge"), Err(StoreError::Corrupt(_))));
+        let operators_newer = rows(&Sealer::default(), &[operators("undone")], "charge");
         assert!(operators_newer.is_err_and(|why| why.to_string().contains("`undone` is no word of an operator")));
     }
 
@@ -247,7 +242,11 @@ mod tests {
     #[test]
     fn o9_the_last_word_of_an_operator_decides_alone() {
         let mismatch = observed(Verdict::Mismatch, 1, By::Answer);
-        let read = rows(&plain(), &[mismatch.clone(), operators("failure"), operators("success"), mismatch], "charge");
+        let read = rows(
+            &Sealer::default(),
+            &[mismatch.clone(), operators("failure"), operators("success"), mismatch],
+            "charge",
+        );
         let read = read.expect("read");
         assert_eq!(read.iter().map(|row| row.proof.verdict).collect::<Vec<_>>(), [Verdict::Succeeded]);
     }
@@ -256,15 +255,15 @@ mod tests {
     // happened).
     #[test]
     fn o8_proof_that_comes_after_an_operators_failure_is_a_conflict_until_it_is_judged() {
-        let (vault, proof) = (plain(), observed(Verdict::Succeeded, 1, By::Answer));
+        let (sealer, proof) = (Sealer::default(), observed(Verdict::Succeeded, 1, By::Answer));
         let sends = Sends { first_sent_at: Some(DbTime::from_millis(1)), begun: 1 };
-        let settled = |stored: &[StoredEvidence]| evidence(&vault, stored, "charge").expect("read").settled(sends);
+        let settled = |stored: &[StoredEvidence]| evidence(&sealer, stored, "charge").expect("read").settled(sends);
         let failure = operators("failure");
         assert_eq!(settled(std::slice::from_ref(&failure)), Some(Settled::Failed));
         assert_eq!(settled(&[failure.clone(), proof.clone()]), None);
         // The operator decided again, against the evidence.
         assert_eq!(settled(&[failure.clone(), proof.clone(), failure.clone()]), Some(Settled::Failed));
-        let said = providers(&vault, &[proof, failure], "charge").expect("read");
+        let said = providers(&sealer, &[proof, failure], "charge").expect("read");
         assert!(said.contradicts(Settled::Failed));
     }
 }

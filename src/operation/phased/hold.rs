@@ -7,9 +7,10 @@
 //!
 //! Not here: the fence, which is part of every statement.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use crate::operation::port::Fenced;
@@ -56,7 +57,7 @@ impl Hold {
         if self.is_lost() {
             return Duration::ZERO;
         }
-        let granted = *self.shared.granted.lock().unwrap_or_else(PoisonError::into_inner);
+        let granted = *self.shared.granted.lock();
         self.shared.lease.saturating_sub(granted.elapsed())
     }
 
@@ -78,7 +79,7 @@ impl HeldLease {
     async fn renew(&self) {
         let asked = Since::now();
         match self.store.drive_on(&self.driven, self.lease).await {
-            Ok(Fenced::Done) => *self.granted.lock().unwrap_or_else(PoisonError::into_inner) = asked,
+            Ok(Fenced::Done) => *self.granted.lock() = asked,
             Ok(Fenced::LostOwnership) if self.done.is_cancelled() => {}
             Ok(Fenced::LostOwnership) => {
                 tracing::warn!(operation = %self.driven.operation_id, "the lease of an operation was lost");

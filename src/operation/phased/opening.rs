@@ -78,7 +78,7 @@ impl Opening {
             return Ok(Opened::Problem(Code::StoreUnavailable));
         }
         let flow = &self.member.flow;
-        let command = self.phased.vault.seal(begin.claim.operation_id, "command", &self.bytes)?;
+        let command = self.phased.sealer.seal(begin.claim.operation_id, "command", &self.bytes)?;
         let (claim, name) = (begin.claim.clone(), flow.name.to_owned());
         let new = NewOperation { claim, flow: name, flow_version: flow.version, command };
         let mut tries = 0;

@@ -10,10 +10,11 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::future::BoxFuture;
+use parking_lot::Mutex;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
@@ -67,14 +68,14 @@ struct DrivenOf(Arc<Mutex<HashMap<Vec<u8>, u32>>>);
 impl DrivenOf {
     /// Counts one operation of a tenant until the returned value is dropped.
     fn one(&self, tenant: Vec<u8>) -> One {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner).entry(tenant.clone()).or_default() += 1;
+        *self.0.lock().entry(tenant.clone()).or_default() += 1;
         One { of: self.clone(), tenant }
     }
 
     /// Returns the tenants that are at the limit, and how many more operations every other tenant
     /// may have.
     fn full(&self, per_tenant: u32) -> (Vec<Vec<u8>>, u32) {
-        let driven = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let driven = self.0.lock();
         let full = driven.iter().filter(|(_, count)| **count >= per_tenant).map(|(tenant, _)| tenant.clone()).collect();
         let most = driven.values().filter(|count| **count < per_tenant).max().copied().unwrap_or(0);
         (full, per_tenant - most)
@@ -88,7 +89,7 @@ struct One {
 
 impl Drop for One {
     fn drop(&mut self) {
-        let mut driven = self.of.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut driven = self.of.0.lock();
         if let Some(count) = driven.get_mut(&self.tenant) {
             *count -= 1;
             if *count == 0 {

@@ -14,12 +14,11 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::flow::AnyFlow;
-use super::vault::Vault;
 use crate::error::{Invalid, StoreError};
 use crate::observe::{Noted, noted};
 use crate::operation::port::phases::Phases;
 use crate::operation::rules::{Identity, Route};
-use crate::operation::{Core, DriveSettings, Registered};
+use crate::operation::{Core, DriveSettings, Registered, Sealer};
 
 #[derive(Debug)]
 pub(super) struct Member {
@@ -31,7 +30,7 @@ pub(super) struct Member {
 pub(super) struct Phased {
     pub(super) engine: Core,
     pub(super) store: Arc<dyn Phases>,
-    pub(super) vault: Vault,
+    pub(super) sealer: Sealer,
     pub(super) settings: DriveSettings,
     pub(super) deployment: Uuid,
     pub(super) wake: Notify,
@@ -51,8 +50,8 @@ impl Member {
 
 impl Phased {
     pub(super) fn new(engine: Core, store: Arc<dyn Phases>, deployment: Uuid) -> Self {
-        let (vault, settings) = (Vault(engine.inner.sealer.clone()), engine.inner.driving);
-        Self { engine, store, vault, settings, deployment, wake: Notify::new(), members: BTreeMap::new() }
+        let (sealer, settings) = (engine.inner.sealer.clone(), engine.inner.driving);
+        Self { engine, store, sealer, settings, deployment, wake: Notify::new(), members: BTreeMap::new() }
     }
 
     pub(super) fn register(&mut self, flow: AnyFlow, endpoint: Registered) -> Result<(), Invalid> {

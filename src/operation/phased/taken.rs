@@ -61,7 +61,7 @@ async fn prepared(phased: &Phased, stored: &StoredOperation) -> Result<Option<Re
     let member = phased.member(&stored.flow, stored.flow_version).ok_or_else(unknown)?;
     let Some(identity) = stored.identity.clone() else { return Ok(None) };
     let Some(record) = phased.store.find(&identity).await?.record else { return Ok(None) };
-    let bytes = phased.vault.open(stored.operation_id, "command", &stored.command)?;
+    let bytes = phased.sealer.open(stored.operation_id, "command", &stored.command)?;
     let command = member.flow.decode(&bytes)?;
     let context = Context::new(phased.deployment, stored.operation_id, identity);
     Ok(Some((member, context, command, record.fingerprint)))

@@ -115,7 +115,7 @@ impl Driver {
     /// the lease is checked last.
     async fn ready(&self, effect: &Declared, intent: &StoredIntent) -> Result<Option<Vec<u8>>, StoreError> {
         let what = format!("request:{}", effect.name);
-        let bytes = self.phased.vault.open(self.driven.operation_id, &what, &intent.intent.request)?;
+        let bytes = self.phased.sealer.open(self.driven.operation_id, &what, &intent.intent.request)?;
         let may = self.phased.is_ours().await? && self.fits(effect).await;
         Ok(may.then_some(bytes))
     }
@@ -219,7 +219,7 @@ impl Driver {
     ) -> Result<(), StoreError> {
         let (operation_id, epoch) = (self.driven.operation_id, self.driven.epoch);
         let seen = Observation { operation_id, effect: effect.name, epoch, send, by, verdict, status, saw };
-        let row = evidence::row(&self.phased.vault, &seen)?;
+        let row = evidence::row(&self.phased.sealer, &seen)?;
         let grace_is_over = self.phased.grace_is_over(&self.stop);
         let kept = tokio::select! {
             biased;
@@ -290,7 +290,7 @@ impl Driver {
                 (None, _) => continue,
             };
             let effect = intent.intent.effect.as_str();
-            if evidence::providers(&self.phased.vault, &stored.evidence, effect)?.contradicts(decided) {
+            if evidence::providers(&self.phased.sealer, &stored.evidence, effect)?.contradicts(decided) {
                 tracing::error!(operation = %stored.operation_id, effect, ?decided,
                     "evidence contradicts what was decided: nothing is rewritten, a person must look");
                 self.note(Noted::Contradiction);

@@ -159,7 +159,7 @@ impl Driver {
 
     fn is_proven(&self, effect: &Declared, intent: &StoredIntent, seen: &[StoredEvidence]) -> Result<bool, StoreError> {
         let sends = Sends { first_sent_at: Some(intent.first_sent_at), begun: intent.sends };
-        Ok(evidence::evidence(&self.phased.vault, seen, effect.name)?.settled(sends).is_some())
+        Ok(evidence::evidence(&self.phased.sealer, seen, effect.name)?.settled(sends).is_some())
     }
 
     /// Handles a phase that failed and was rolled back: it runs again at once after a transient
