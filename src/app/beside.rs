@@ -97,12 +97,10 @@ async fn first_look(broker: AnyBroker, name: String, all: CancellationToken) -> 
     if !settings_use_tls {
         return Ok(());
     }
-    let looked = tokio::select! {
-        () = all.cancelled() => return Ok(()),
-        looked = broker.check(&[]) => looked,
-    };
-    let Err(error @ BrokerError::Untrusted(_)) = looked else { return Ok(()) };
-    Err(AppError::from(error).on(&name))
+    match all.run_until_cancelled(broker.check(&[])).await {
+        Some(Err(error @ BrokerError::Untrusted(_))) => Err(AppError::from(error).on(&name)),
+        _ => Ok(()),
+    }
 }
 
 #[cfg(test)]

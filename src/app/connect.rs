@@ -176,10 +176,7 @@ impl<'a> Wait<'a> {
     /// Waits for one answer, which may take half a minute; an error if the stop comes before.
     /// `what` says what was waited for.
     pub(super) async fn answer<T>(&self, what: &str, asked: impl Future<Output = T>) -> Result<T, AppError> {
-        tokio::select! {
-            answer = asked => Ok(answer),
-            () = self.stop.cancelled() => Err(self.stopped(what)),
-        }
+        self.stop.run_until_cancelled(asked).await.ok_or_else(|| self.stopped(what))
     }
 
     /// What a program ends with whose stop comes while it waits.

@@ -4,9 +4,10 @@
 //! read, the gauge of their age rises.
 
 use std::collections::BTreeSet;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::time::Instant;
 
 use crate::observe;
@@ -23,7 +24,7 @@ const INBOX_EVERY: Duration = Duration::from_secs(60);
 /// Keeps the gauges of one database up to date; it does not end.
 pub async fn keep_gauges(store: Arc<dyn Duties>) {
     let read_at = Mutex::new(Instant::now());
-    let read_at = || read_at.lock().unwrap_or_else(PoisonError::into_inner);
+    let read_at = || read_at.lock();
     let ages = async {
         loop {
             let age = read_at().elapsed();

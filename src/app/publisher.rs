@@ -133,10 +133,7 @@ fn relay_all(
                     Some(ended) => ended,
                 },
                 () = tokio::time::sleep(SHARDS_LOOKED_FOR), if !until_empty && !all.is_cancelled() => {
-                    let shards = tokio::select! {
-                        () = all.cancelled() => continue,
-                        shards = store.shards() => shards,
-                    };
+                    let Some(shards) = all.run_until_cancelled(store.shards()).await else { continue };
                     match shards {
                         Ok(shards) => serve(&mut relays, shards)?,
                         // The relays report such an error themselves.

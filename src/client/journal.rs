@@ -22,9 +22,10 @@ use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::SystemTime;
 
+use parking_lot::Mutex;
 use reqwest::header::HeaderMap;
 use sha2::{Digest, Sha256};
 
@@ -244,7 +245,7 @@ impl KeyJournal {
         let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&beside);
         let mut file = file.map_err(at(&beside))?;
         let named = file.write_all(bytes).and_then(|()| file.sync_all()).and_then(|()| {
-            let _naming = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+            let _naming = self.lock.lock();
             if path.try_exists()? {
                 return Ok(false);
             }

@@ -5,9 +5,10 @@
 //!
 //! Credentials may be changed between calls, like any other header.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use reqwest::{Method, Url};
 use serde::Serialize;
@@ -139,26 +140,22 @@ impl Request {
         &self.key
     }
 
-    fn attempts(&self) -> MutexGuard<'_, Attempts> {
-        self.attempts.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// How long ago the first attempt began that may have executed this operation. `None`: no
     /// attempt of this process has.
     pub(super) fn in_doubt_for(&self) -> Option<Duration> {
-        self.attempts().since.map(Since::elapsed)
+        self.attempts.lock().since.map(Since::elapsed)
     }
 
     /// Notes that an attempt begins. Where its call is dropped, it counts as one that executed.
     pub(super) fn attempt_begins(&self) {
-        let mut attempts = self.attempts();
+        let mut attempts = self.attempts.lock();
         attempts.count = attempts.count.saturating_add(1);
         attempts.since.get_or_insert_with(Since::now);
     }
 
     /// Notes that an attempt ended and certainly executed nothing.
     pub(super) fn attempt_ran_nothing(&self) {
-        let mut attempts = self.attempts();
+        let mut attempts = self.attempts.lock();
         attempts.count = attempts.count.saturating_sub(1);
         if attempts.count == 0 {
             attempts.since = None;

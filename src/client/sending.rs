@@ -5,9 +5,9 @@
 //! timeout, and its outcome is then unknown.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
+use parking_lot::Mutex;
 use reqwest::Url;
 use reqwest::header::CONTENT_TYPE;
 
@@ -206,7 +206,7 @@ impl ClientState {
 
     /// Refuses an attempt while the breaker of its origin is open.
     fn admit(&self, url: &Url) -> Result<(), Duration> {
-        let mut breakers = self.breakers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut breakers = self.breakers.lock();
         let breaker = breakers.get_mut(&url.origin().ascii_serialization());
         breaker.map_or(Ok(()), |breaker| breaker.admit(self.began.elapsed()))
     }
@@ -215,7 +215,7 @@ impl ClientState {
     /// breaker after a success is as a new one.
     fn tell(&self, url: &Url, well: bool) {
         let Some(options) = self.options.breaker else { return };
-        let mut breakers = self.breakers.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut breakers = self.breakers.lock();
         let (origin, now) = (url.origin().ascii_serialization(), self.began.elapsed());
         if well {
             breakers.remove(&origin);
@@ -320,7 +320,7 @@ mod tests {
             for number in 0..=ORIGINS_MAX {
                 state.tell(&url(number), false);
             }
-            assert!(state.breakers.lock().expect("no panic").len() <= ORIGINS_MAX);
+            assert!(state.breakers.lock().len() <= ORIGINS_MAX);
             // Those that are left alone are not forgotten for others.
             assert_eq!(state.admit(&url(0)).is_err(), failures == 1);
         }

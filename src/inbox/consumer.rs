@@ -155,10 +155,8 @@ impl Consumer {
         shared.options.check().map_err(StoreError::Refused)?;
         shared.health.set(&shared.part, PartState::Starting);
         observe::consumer_starts(&shared.options.name, &shared.options.topics);
-        let consumer = tokio::select! {
-            () = stop.cancelled() => return Ok(RunEnd::Stopped),
-            registered = shared.register() => registered?,
-        };
+        let Some(registered) = stop.run_until_cancelled(shared.register()).await else { return Ok(RunEnd::Stopped) };
+        let consumer = registered?;
         let (beside, abandon) = (stop.child_token(), CancellationToken::new());
         let desk = Arc::new(retries::Desk::new());
         let retrier = |number| {
@@ -290,9 +288,8 @@ impl Shared {
             if stop.is_cancelled() || !self.until_it_answers(stop).await {
                 return Ok(RunEnd::Stopped);
             }
-            let taken_back = tokio::select! {
-                taken_back = self.take_back_unspent(consumer) => taken_back,
-                () = stop.cancelled() => return Ok(RunEnd::Stopped),
+            let Some(taken_back) = stop.run_until_cancelled(self.take_back_unspent(consumer)).await else {
+                return Ok(RunEnd::Stopped);
             };
             let subscribed = match taken_back {
                 Ok(()) => self.broker.subscriber(&subscription(&self.options)).await,

@@ -8,8 +8,10 @@
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::mem::discriminant;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 /// The state of one part.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,7 +59,7 @@ impl Health {
     /// Sets the state of a part. This also counts as a beat.
     pub(crate) fn set(&self, part: &str, state: PartState) {
         let now = Instant::now();
-        let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut parts = self.0.lock();
         if let Some(known) = parts.get_mut(part) {
             known.beat = now;
             if known.state == state {
@@ -87,7 +89,7 @@ impl Health {
     /// Does the same for one of several tasks or partitions that can have this trouble.
     pub(crate) fn trouble_of(&self, part: &str, name: &'static str, whose: impl Display, trouble: Option<Trouble>) {
         let key = (name, whose.to_string());
-        let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut parts = self.0.lock();
         let Some(known) = parts.get_mut(part) else { return };
         match trouble {
             Some(trouble) if known.troubles.get(&key).is_some_and(|(stands, _)| *stands == trouble) => {}
@@ -113,7 +115,7 @@ impl Health {
 
     /// Clears the trouble of this name for all tasks or partitions, because they are gone.
     pub(crate) fn clear_troubles(&self, part: &str, name: &'static str) {
-        let mut parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut parts = self.0.lock();
         if let Some(known) = parts.get_mut(part) {
             known.troubles.retain(|(of, _), _| *of != name);
         }
@@ -121,14 +123,14 @@ impl Health {
 
     /// Removes a part that has done its work and has no loop that could stop.
     pub(crate) fn done(&self, part: &str) {
-        if self.0.lock().unwrap_or_else(PoisonError::into_inner).remove(part).is_some() {
+        if self.0.lock().remove(part).is_some() {
             tracing::debug!(part, "done");
         }
     }
 
     /// Records that the loop of a part has turned.
     pub(crate) fn beat(&self, part: &str) {
-        if let Some(known) = self.0.lock().unwrap_or_else(PoisonError::into_inner).get_mut(part) {
+        if let Some(known) = self.0.lock().get_mut(part) {
             known.beat = Instant::now();
         }
     }
@@ -136,14 +138,14 @@ impl Health {
     /// Whether there are parts, each is ready or on standby, and no trouble stops one.
     #[must_use]
     pub fn is_ready(&self) -> bool {
-        let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let parts = self.0.lock();
         !parts.is_empty() && parts.values().all(Part::is_ready)
     }
 
     /// The parts whose loop has not turned for longer than this.
     #[must_use]
     pub fn stuck(&self, longer_than: Duration) -> Vec<String> {
-        let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let parts = self.0.lock();
         let late = |part: &Part| part.beat.elapsed() > longer_than;
         parts.iter().filter(|(_, part)| late(part)).map(|(name, _)| name.clone()).collect()
     }
@@ -151,7 +153,7 @@ impl Health {
     /// One line for each part (name, state, for how long) and one for each of its troubles.
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
-        let parts = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let parts = self.0.lock();
         let mut lines = Vec::new();
         for (name, part) in parts.iter() {
             let seconds = part.since.elapsed().as_secs();
@@ -211,7 +213,7 @@ mod tests {
     fn another_reason_does_not_begin_the_wait_anew() {
         let health = Health::default();
         let since = || {
-            let parts = health.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let parts = health.0.lock();
             parts
                 .values()
                 .flat_map(|part| part.troubles.values().map(|(_, since)| *since).chain([part.since]))

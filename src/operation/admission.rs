@@ -10,9 +10,10 @@
 //!   quarter stays for the others.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::operation::rules::OperationName;
@@ -59,7 +60,7 @@ impl Admission {
     /// Gives an operation its share. The second operation reduces the share of the first one.
     pub(super) fn shared_by(&self, operation: &OperationName) {
         let Some(count) = self.count else { return };
-        let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shares = self.shares.lock();
         if shares.contains_key(operation) {
             return;
         }
@@ -73,7 +74,7 @@ impl Admission {
     }
 
     fn share(&self, operation: &OperationName) -> Option<Places> {
-        self.shares.lock().unwrap_or_else(PoisonError::into_inner).get(operation).cloned()
+        self.shares.lock().get(operation).cloned()
     }
 
     pub(super) fn at_once(&self, operation: &OperationName) -> Option<Place> {
@@ -109,7 +110,7 @@ impl Places {
         if let Some(held) = self.at_once() {
             return Some(held);
         }
-        if turned(&self.turns).elapsed() >= WAIT {
+        if self.turns.lock().elapsed() >= WAIT {
             return None;
         }
         let wait = tokio::time::timeout_at(until.into(), Arc::clone(&self.free).acquire_owned());
@@ -117,7 +118,7 @@ impl Places {
     }
 
     fn given(&self, permit: OwnedSemaphorePermit) -> Held {
-        *turned(&self.turns) = Instant::now();
+        *self.turns.lock() = Instant::now();
         Held { turns: Arc::clone(&self.turns), _permit: permit }
     }
 }
@@ -133,13 +134,9 @@ fn left_to_others(places: u32) -> u32 {
     if places < 3 { 0 } else { (places / 4).max(1) }
 }
 
-fn turned(turns: &Mutex<Instant>) -> std::sync::MutexGuard<'_, Instant> {
-    turns.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Drop for Held {
     fn drop(&mut self) {
-        *turned(&self.turns) = Instant::now();
+        *self.turns.lock() = Instant::now();
     }
 }
 

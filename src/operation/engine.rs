@@ -9,9 +9,10 @@ use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::ops::Deref;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::task::{JoinError, JoinHandle};
 use tokio_util::task::TaskTracker;
 
@@ -223,7 +224,7 @@ impl Core {
             ));
         }
         let registered = endpoint.register(self.inner.store.durability(), &self.inner.keyring)?;
-        let mut endpoints = lock(&self.inner.endpoints);
+        let mut endpoints = self.inner.endpoints.lock();
         if !endpoints.iter().all(|there| there.goes_with(&registered)) {
             return Err(Invalid::new(format!(
                 "`{}` is protected already, and otherwise: operations with one name share their keys, so each needs a \
@@ -243,7 +244,7 @@ impl Core {
     /// The operations that are protected, in the order of their registration.
     #[must_use]
     pub fn protected(&self) -> Vec<Registered> {
-        lock(&self.inner.endpoints).clone()
+        self.inner.endpoints.lock().clone()
     }
 
     pub(super) fn store(&self) -> &dyn Keys {
@@ -386,18 +387,14 @@ impl Core {
     }
 
     pub(super) fn usual(&self, operation: &OperationName) -> Option<Duration> {
-        lock(&self.inner.usual).get(operation).copied()
+        self.inner.usual.lock().get(operation).copied()
     }
 
     pub(super) fn has_run(&self, operation: &OperationName, ran: Duration) {
-        let mut all = lock(&self.inner.usual);
+        let mut all = self.inner.usual.lock();
         let usual = pace::usual(all.get(operation).copied(), ran);
         all.insert(operation.clone(), usual);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl<S: Keys> Clone for Engine<S> {

@@ -4,9 +4,9 @@
 //! in [`SAID_EVERY`], again when an operation was added, and again at the next call after a
 //! failure.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use uuid::Uuid;
 
 use crate::operation::port::Keys;
@@ -36,7 +36,7 @@ impl Live {
             Ok(Err(error)) => error.to_string(),
             Err(_) => format!("not done within {AT_MOST:?}"),
         };
-        *self.said.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.said.lock() = None;
         tracing::warn!(
             error = failed,
             "which fingerprints this process reads could not be written down: `oncebox doctor` may not see it"
@@ -44,7 +44,7 @@ impl Live {
     }
 
     fn is_due(&self, operations: usize) -> bool {
-        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut said = self.said.lock();
         let now = Instant::now();
         if said.is_some_and(|(at, of)| of == operations && now < at + SAID_EVERY) {
             return false;

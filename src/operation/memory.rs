@@ -7,7 +7,9 @@
 //! hold as much memory again.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 #[derive(Debug, Default)]
 struct Held {
@@ -40,10 +42,6 @@ impl BodyMemory {
     pub(super) fn of(&self, tenant: &str) -> BodyPermit {
         BodyPermit { memory: self.clone(), tenant: tenant.to_owned(), bytes: 0 }
     }
-
-    fn lock(&self) -> MutexGuard<'_, Held> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl BodyPermit {
@@ -51,7 +49,7 @@ impl BodyPermit {
     /// [`Code::BodyMemoryExceeded`](crate::operation::rules::Code::BodyMemoryExceeded).
     #[must_use]
     pub fn grow(&mut self, bytes: usize) -> bool {
-        let mut held = self.memory.lock();
+        let mut held = self.memory.held.lock();
         let tenants = held.by_tenant.get(&self.tenant).copied().unwrap_or(0).saturating_add(bytes);
         let all = held.all.saturating_add(bytes);
         if bytes == 0 || all > self.memory.max || tenants > self.memory.tenant_max {
@@ -67,7 +65,7 @@ impl BodyPermit {
 
 impl Drop for BodyPermit {
     fn drop(&mut self) {
-        let mut held = self.memory.lock();
+        let mut held = self.memory.held.lock();
         held.all -= self.bytes;
         match held.by_tenant.get_mut(&self.tenant) {
             Some(tenants) if *tenants > self.bytes => *tenants -= self.bytes,
@@ -91,7 +89,7 @@ mod tests {
         drop(one);
         assert!(again.grow(50) && !other.grow(1));
         drop((again, other));
-        let held = memory.lock();
+        let held = memory.held.lock();
         assert!(held.all == 0 && held.by_tenant.is_empty());
     }
 }

@@ -8,9 +8,10 @@
 
 use std::collections::HashMap;
 use std::future::Future;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio::sync::Mutex as Turn;
 
 use crate::error::StoreError;
@@ -75,7 +76,7 @@ impl StoredQuota {
         let asked = Instant::now();
         let bytes = ask().await?;
         let until = Instant::now() + self.pause(asked.elapsed());
-        *lock(&tenant.known) = Some(Known { bytes, until });
+        *tenant.known.lock() = Some(Known { bytes, until });
         Ok(bytes)
     }
 
@@ -85,7 +86,7 @@ impl StoredQuota {
     }
 
     fn tenant(&self, name: &str) -> Arc<Tenant> {
-        let mut tenants = lock(&self.tenants);
+        let mut tenants = self.tenants.lock();
         if let Some(tenant) = tenants.get(name) {
             return Arc::clone(tenant);
         }
@@ -104,12 +105,8 @@ impl StoredQuota {
 
 impl Tenant {
     fn known(&self) -> Option<Known> {
-        *lock(&self.known)
+        *self.known.lock()
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -129,7 +126,7 @@ mod tests {
     fn forget(quota: &StoredQuota, tenant: &str) {
         let tenant = quota.tenant(tenant);
         let known = tenant.known().unwrap();
-        *lock(&tenant.known) = Some(Known { until: Instant::now(), ..known });
+        *tenant.known.lock() = Some(Known { until: Instant::now(), ..known });
     }
 
     // Shown by: asking each time; never asking again; one memory for all tenants.
@@ -208,7 +205,7 @@ mod tests {
         for tenant in 0..TENANTS_MAX + 10 {
             quota.is_reached(&format!("t{tenant}"), || async { Ok(1) }).await.unwrap();
         }
-        assert_eq!(lock(&quota.tenants).len(), TENANTS_MAX);
+        assert_eq!(quota.tenants.lock().len(), TENANTS_MAX);
     }
 
     // Shown by: a pause of the same length after a slow query.

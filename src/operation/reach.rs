@@ -12,9 +12,10 @@
 //! Promise: an outage is known after at most [`EVERY`] plus [`SIGN_MAX`], and so is its end.
 
 use std::future::Future;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
@@ -58,7 +59,7 @@ impl Reach {
 
     /// Starts the task that asks, if there is a Tokio runtime and the task does not run yet.
     pub(super) fn attend(&self, store: &Arc<dyn Keys>) {
-        let mut asking = self.asking.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut asking = self.asking.lock();
         if asking.as_ref().is_none_or(JoinHandle::is_finished)
             && let Ok(runtime) = tokio::runtime::Handle::try_current()
         {
@@ -78,7 +79,7 @@ impl Reach {
     pub(super) fn failed(&self, identity: &Identity, error: &StoreError) {
         if error.is_schema_missing() {
             self.health.trouble(PART, SCHEMA, Some(Trouble::Stops(error.to_string())));
-            *held(&self.missing) = Some(identity.clone());
+            *self.missing.lock() = Some(identity.clone());
         }
     }
 
@@ -123,18 +124,14 @@ fn gone(why: &str) -> StoreError {
     StoreError::Unavailable(sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::NotConnected, why)))
 }
 
-fn held(missing: &Missing) -> MutexGuard<'_, Option<Identity>> {
-    missing.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 async fn ask(store: Arc<dyn Keys>, away: Weak<watch::Sender<Away>>, missing: Missing, health: Health) {
     loop {
         let now = in_time(store.sign_of_life()).await.err();
-        let unread = held(&missing).clone();
+        let unread = missing.lock().clone();
         if let Some(identity) = unread
             && in_time(store.find(&identity)).await.is_ok()
         {
-            *held(&missing) = None;
+            *missing.lock() = None;
             health.trouble(PART, SCHEMA, None);
         }
         let Some(away) = away.upgrade() else { return };

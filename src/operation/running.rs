@@ -10,10 +10,11 @@
 //! Not here: the runs of other processes, which only the store knows.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tokio_util::sync::CancellationToken;
 
 use crate::operation::port::KeyClaim;
@@ -78,7 +79,7 @@ impl Running {
     pub(super) fn enter(&self, claim: &KeyClaim, tries: bool, at_most: Option<u32>) -> Result<Entry, NotEntered> {
         let identity = &claim.identity;
         let digest = identity.digest();
-        let mut runs = self.lock();
+        let mut runs = self.0.lock();
         if runs.by_key.contains_key(&digest) {
             return Err(NotEntered::Runs);
         }
@@ -102,12 +103,12 @@ impl Running {
     }
 
     pub(super) fn get(&self, digest: &[u8; 32]) -> Option<Arc<Run>> {
-        self.lock().by_key.get(digest).cloned()
+        self.0.lock().by_key.get(digest).cloned()
     }
 
     /// A place among the requests that wait for a key. `None`: `at_most` requests wait already.
     pub(super) fn wait(&self, digest: [u8; 32], at_most: u32) -> Option<Waiting> {
-        let mut runs = self.lock();
+        let mut runs = self.0.lock();
         let waiting = runs.waiting.get(&digest).copied().unwrap_or(0);
         if waiting >= at_most {
             return None;
@@ -117,21 +118,17 @@ impl Running {
     }
 
     pub(super) fn of_tenant(&self, tenant: &str) -> u32 {
-        self.lock().by_tenant.get(tenant).copied().unwrap_or(0)
+        self.0.lock().by_tenant.get(tenant).copied().unwrap_or(0)
     }
 
     pub(super) fn oldest(&self) -> Option<Duration> {
-        self.lock().by_key.values().map(|run| run.since.elapsed()).max()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Runs> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock().by_key.values().map(|run| run.since.elapsed()).max()
     }
 }
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        let mut runs = self.map.lock();
+        let mut runs = self.map.0.lock();
         match runs.waiting.get_mut(&self.digest) {
             Some(waiting) if *waiting > 1 => *waiting -= 1,
             _ => drop(runs.waiting.remove(&self.digest)),
@@ -155,7 +152,7 @@ impl Entry {
         if self.left.swap(true, Ordering::Relaxed) {
             return;
         }
-        let mut runs = self.map.lock();
+        let mut runs = self.map.0.lock();
         runs.by_key.remove(&self.digest);
         if let Some(count) = runs.by_tenant.get_mut(&self.tenant) {
             *count -= 1;
@@ -216,7 +213,7 @@ mod tests {
         let third = map.wait(one, 2).unwrap();
         assert!(map.wait(one, 2).is_none());
         drop((second, third));
-        assert!(map.lock().waiting.is_empty());
+        assert!(map.0.lock().waiting.is_empty());
     }
 
     // Shown by: a claim without a read that answers as a run does; one whose end wakes no request.

@@ -50,9 +50,8 @@ pub(crate) async fn hinted() {
 pub async fn announce(store: &dyn Outbox, stop: &CancellationToken) {
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
     loop {
-        tokio::select! {
-            () = ELSEWHERE.notified() => {}
-            () = stop.cancelled() => return,
+        if stop.run_until_cancelled(ELSEWHERE.notified()).await.is_none() {
+            return;
         }
         let announcing = tokio::time::timeout(ANSWER, store.announce_commits());
         let Some(announced) = stop.run_until_cancelled(announcing).await else { return };

@@ -44,11 +44,12 @@ mod statements;
 #[cfg(feature = "duties")]
 mod text;
 
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use parking_lot::Mutex;
 use sqlx::Postgres;
 use sqlx::postgres::PgPool;
 

@@ -69,11 +69,12 @@ mod row;
 pub(in crate::store) mod waiting;
 
 use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use futures_util::future::BoxFuture;
+use parking_lot::Mutex;
 use uuid::Uuid;
 
 pub(in crate::store) use self::row::{Column, Row, boxed};
@@ -288,7 +289,7 @@ fn asked(text: &'static str) -> impl Iterator<Item = &'static str> {
 fn written(statement: &Statement, dialect: Dialect) -> Arc<Written> {
     let given = |bits: u64, name: &str| bits << 1 | u64::from(is_given(&statement.values, name));
     let given = asked(statement.text).fold(0, given);
-    let mut all = WRITTEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut all = WRITTEN.lock();
     let written = all.entry((statement.text, dialect as u8, given)).or_insert_with(|| {
         let (text, names) = write(statement, dialect);
         Arc::new(Written { text: String::leak(text), names })

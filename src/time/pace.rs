@@ -70,10 +70,7 @@ where
 
 /// Sleeps for this time. Returns false if the stop came first.
 pub async fn sleep_unless(stop: &CancellationToken, time: Duration) -> bool {
-    tokio::select! {
-        () = stop.cancelled() => false,
-        () = tokio::time::sleep(time) => true,
-    }
+    stop.run_until_cancelled(tokio::time::sleep(time)).await.is_some()
 }
 
 #[cfg(test)]

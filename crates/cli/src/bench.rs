@@ -159,10 +159,8 @@ async fn on<S: Yard>(command: &BenchCommand, place: Place, output: Output) -> Re
     let mut bed = Bed::<S>::make(place).await?;
     let load = command.load();
     // After a signal, what was made is still removed.
-    let measured = tokio::select! {
-        measured = measure(command, &mut bed, load) => measured,
-        () = stop.cancelled() => Err(AppError::failed("stopped")),
-    };
+    let measured = stop.run_until_cancelled(measure(command, &mut bed, load)).await;
+    let measured = measured.unwrap_or_else(|| Err(AppError::failed("stopped")));
     let cleared = bed.clear().await;
     let figures = measured?;
     figure::print(&figures, output)?;

@@ -55,10 +55,7 @@ async fn on<S: tables::Tables>(args: &DemoArgs, place: Place, output: Output) ->
     // At a signal the show is dropped, and its processes with it.
     let stop = stop_on_signals()?;
     let stage = stage::Stage::set::<S>(place).await?;
-    let shown = tokio::select! {
-        shown = show::show::<S>(args, &stage) => Some(shown),
-        () = stop.cancelled() => None,
-    };
+    let shown = stop.run_until_cancelled(show::show::<S>(args, &stage)).await;
     let (done, left_behind) = match shown {
         None => (Err(AppError::failed("interrupted: nothing was counted")), args.keep),
         Some(Err(error)) => (Err(error), true),

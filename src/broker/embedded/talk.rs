@@ -5,8 +5,8 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 use crate::broker::{Event, PartitionId};
@@ -42,7 +42,7 @@ pub(super) struct MemberState {
 /// What the subscriber says and asks.
 impl MemberState {
     fn say(&self, say: impl FnOnce(&mut Said)) {
-        say(&mut self.said.lock().unwrap_or_else(PoisonError::into_inner));
+        say(&mut self.said.lock());
         self.wake.notify_one();
     }
 
@@ -86,7 +86,7 @@ impl MemberState {
     }
 
     pub(super) fn take_said(&self) -> Said {
-        std::mem::take(&mut *self.said.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *self.said.lock())
     }
 
     /// Whether the subscriber takes a batch now: it is not paused, and fewer than this many wait.

@@ -5,10 +5,11 @@
 //! secrets, until the connection works again. An outage of all brokers and its end are logged once.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use parking_lot::Mutex;
 use rdkafka::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::consumer::ConsumerContext;
@@ -46,16 +47,12 @@ struct State {
 }
 
 impl Reports {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Call it when the connection works: what was wrong with it before is forgotten.
     pub(super) fn works(&self) {
         if !self.trouble.load(Ordering::Relaxed) || !self.trouble.swap(false, Ordering::Relaxed) {
             return;
         }
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.unauthorised = None;
         if std::mem::take(&mut state.all_down) {
             tracing::info!("kafka is back");
@@ -64,13 +61,13 @@ impl Reports {
 
     /// Why no broker can be reached; `None` while one may be reachable.
     pub(super) fn all_down(&self) -> Option<String> {
-        let state = self.state();
+        let state = self.state.lock();
         state.all_down.then(|| state.down.clone().unwrap_or_else(|| "no broker can be reached".to_owned()))
     }
 
     /// The error of authentication or of TLS that was reported last.
     pub(super) fn unauthorised(&self) -> Option<BrokerError> {
-        let reason = self.state().unauthorised.clone()?;
+        let reason = self.state.lock().unauthorised.clone()?;
         let is_untrusted = reason.contains(UNTRUSTED);
         Some(if is_untrusted { BrokerError::Untrusted(reason) } else { BrokerError::Unauthorised(reason) })
     }
@@ -81,26 +78,26 @@ impl Reports {
         if let Some(error) = self.unauthorised() {
             return error;
         }
-        let state = self.state();
+        let state = self.state.lock();
         BrokerError::Unavailable(format!("{question}: {}", state.down.as_deref().unwrap_or(otherwise)))
     }
 
     /// Takes the reason of the last error: the error that polling returns does not have it.
     pub(super) fn take_last(&self) -> Option<String> {
-        self.state().last.take()
+        self.state.lock().last.take()
     }
 
     pub(super) fn eof_offset(&self) -> i64 {
-        self.state().eof_offset.unwrap_or(-1)
+        self.state.lock().eof_offset.unwrap_or(-1)
     }
 
     pub(super) fn topic_id(&self, topic: &str) -> Option<String> {
-        self.state().topic_ids.get(topic).cloned()
+        self.state.lock().topic_ids.get(topic).cloned()
     }
 
     /// Remembers the id of the topic that has this name, and notes a change of it.
     pub(super) fn set_topic_id(&self, topic: &str, id: &str) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let known = state.topic_ids.insert(topic.to_owned(), id.to_owned());
         if known.is_some_and(|known| known != id) {
             state.made_anew.get_or_insert_with(|| topic.to_owned());
@@ -109,16 +106,16 @@ impl Reports {
 
     /// A topic that was deleted and made anew while this client knew it.
     pub(super) fn made_anew(&self) -> Option<String> {
-        self.state().made_anew.clone()
+        self.state.lock().made_anew.clone()
     }
 
     /// Notes that a topic may not be read. librdkafka tells neither which one nor when that ends.
     pub(super) fn deny(&self, reason: &str) {
-        self.state().denied.get_or_insert_with(|| (Instant::now(), reason.to_owned()));
+        self.state.lock().denied.get_or_insert_with(|| (Instant::now(), reason.to_owned()));
     }
 
     pub(super) fn denied(&self) -> Option<(Instant, String)> {
-        self.state().denied.clone()
+        self.state.lock().denied.clone()
     }
 
     /// A receiver that becomes true when the idempotent producer has its id.
@@ -129,7 +126,7 @@ impl Reports {
     /// Handles an error of the whole client.
     pub(super) fn error(&self, error: &KafkaError, reason: &str) {
         use RDKafkaErrorCode as Code;
-        let mut state = self.state();
+        let mut state = self.state.lock();
         match error.rdkafka_error_code() {
             Some(Code::PartitionEOF) => {
                 state.eof_offset = offset_of_end(reason);

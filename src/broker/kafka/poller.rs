@@ -7,11 +7,12 @@
 //! given up. Partitions that were already lost are not committed.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rdkafka::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext, RebalanceProtocol};
@@ -90,7 +91,7 @@ impl PollerState {
 
     /// The bookkeeping. The lock is held only for moments.
     pub(super) fn assignment(&self) -> MutexGuard<'_, Assignment> {
-        self.assignment.lock().unwrap_or_else(PoisonError::into_inner)
+        self.assignment.lock()
     }
 
     /// Wakes the thread, because there may be room, or starts, or a new pause.
@@ -121,8 +122,7 @@ impl PollerState {
             if let Some(starts) = assignment.starts(partitions) {
                 return starts;
             }
-            let waited = self.acknowledged.wait_timeout(assignment, BRIEF);
-            assignment = waited.unwrap_or_else(PoisonError::into_inner).0;
+            self.acknowledged.wait_for(&mut assignment, BRIEF);
         }
         Vec::new()
     }
@@ -130,7 +130,7 @@ impl PollerState {
     /// Waits for room, for at most `BRIEF`.
     fn wait_for_room(&self) {
         let crowded = |assignment: &mut Assignment| self.is_crowded(assignment, 1) && !self.is_closing();
-        let _room_or_time = self.acknowledged.wait_timeout_while(self.assignment(), BRIEF, crowded);
+        self.acknowledged.wait_while_for(&mut self.assignment(), crowded, BRIEF);
     }
 
     /// Whether 1/`part` of the bounds is in flight, or the runtime has paused.
@@ -143,7 +143,7 @@ impl PollerState {
     }
 
     fn pending(&self) -> MutexGuard<'_, Vec<Delivery>> {
-        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+        self.pending.lock()
     }
 
     /// What is acknowledged and not known to be committed: of these partitions, or of all.
@@ -158,7 +158,7 @@ impl PollerState {
 
     /// Logs an error that passes by itself, each reason at most once in `SAY_AGAIN`.
     fn say(&self, reason: &str) {
-        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut said = self.said.lock();
         let now = Instant::now();
         if said.get(reason).is_none_or(|last| now.duration_since(*last) >= SAY_AGAIN) {
             tracing::warn!(reason, "kafka consumer: it goes on by itself");

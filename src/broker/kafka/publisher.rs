@@ -90,10 +90,7 @@ impl KafkaPublisher {
 
     /// Waits until there may be an outcome or room, or the thread has ended.
     async fn changed(&self) {
-        tokio::select! {
-            () = self.session.window.changed() => {}
-            () = self.session.ended.cancelled() => {}
-        }
+        self.session.ended.run_until_cancelled(self.session.window.changed()).await;
     }
 
     /// Makes the producer's sizes fit topics that were not seen before (R19). Returns true where it

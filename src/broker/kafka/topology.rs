@@ -5,9 +5,10 @@
 //! a producer that waits for all of them needs (R16, R19).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use rdkafka::admin::{NewTopic, ResourceSpecifier, TopicReplication};
 use rdkafka::error::RDKafkaErrorCode;
 use rdkafka::metadata::{Metadata, MetadataPartition, MetadataTopic};
@@ -65,14 +66,10 @@ pub(super) struct Grown {
 }
 
 impl TopicLimits {
-    fn known(&self) -> MutexGuard<'_, BTreeMap<String, Limits>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Notes how many partitions a topic has, 0 where it does not exist. Where they have become
     /// more, returns this once.
     pub(super) fn saw_partitions(&self, topic: &str, now: usize) -> Option<Grown> {
-        let mut partitions = self.partitions.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut partitions = self.partitions.lock();
         if now == 0 {
             // One that is made anew later has no messages from before.
             partitions.remove(topic);
@@ -90,7 +87,7 @@ impl TopicLimits {
 
     /// The topics among these that the broker was not asked about.
     fn unknown<'a>(&self, topics: &[&'a str]) -> BTreeSet<&'a str> {
-        let known = self.known();
+        let known = self.known.lock();
         topics.iter().copied().filter(|topic| !known.contains_key(*topic)).collect()
     }
 
@@ -106,7 +103,7 @@ impl TopicLimits {
             tracing::debug!(%error, "settings of topics cannot be read");
             BTreeMap::new()
         });
-        let mut known = self.known();
+        let mut known = self.known.lock();
         for topic in unknown {
             known.insert(topic.to_owned(), found.get(topic).map(Limits::of).unwrap_or_default());
         }
@@ -114,7 +111,7 @@ impl TopicLimits {
 
     /// The largest message that a topic takes; `None` where that is not known.
     pub(super) fn message_max(&self, topic: &str) -> Option<usize> {
-        self.known().get(topic)?.message_max
+        self.known.lock().get(topic)?.message_max
     }
 
     /// Notes that a topic refused a batch of a session whose batches have at most so many bytes.
@@ -125,18 +122,18 @@ impl TopicLimits {
             return;
         }
         let half = (batch_max / 2).max(BATCH_MIN);
-        let mut known = self.batch_max.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.batch_max.lock();
         *known = Some(known.map_or(half, |known| known.min(half)));
     }
 
     /// Forgets the limits of a topic, so that the broker is asked again.
     pub(super) fn forget(&self, topic: &str) {
-        self.known().remove(topic);
+        self.known.lock().remove(topic);
     }
 
     pub(super) fn sizes(&self) -> Sizes {
-        let batch_max = self.batch_max.lock().unwrap_or_else(PoisonError::into_inner).unwrap_or(BATCH_MAX);
-        let known = self.known();
+        let batch_max = self.batch_max.lock().unwrap_or(BATCH_MAX);
+        let known = self.known.lock();
         let known = known.values().filter_map(|limits| limits.message_max);
         known.fold(Sizes { message_max: MESSAGE_MAX_FLOOR, batch_max }, |sizes, max| Sizes {
             message_max: sizes.message_max.max(max),
@@ -148,7 +145,7 @@ impl TopicLimits {
     /// requires more copies than the partition has: Kafka 4 does the same, and an older broker
     /// answers for itself when it gets the message.
     pub(super) fn short_of_copies(&self, topic: &MetadataTopic) -> Option<String> {
-        let wanted = self.known().get(topic.name())?.in_sync_min?;
+        let wanted = self.known.lock().get(topic.name())?.in_sync_min?;
         let copies = |partition: &MetadataPartition| Copies {
             partition: partition.id(),
             in_sync: partition.isr().len(),
@@ -453,7 +450,7 @@ mod tests {
         let limits = TopicLimits::default();
         let first = limits.sizes();
         let learn = |topic: &str, message_max| {
-            limits.known().insert(topic.to_owned(), Limits { message_max, in_sync_min: None });
+            limits.known.lock().insert(topic.to_owned(), Limits { message_max, in_sync_min: None });
         };
         learn("usual", Some(1_048_588));
         learn("unknown", None);

@@ -6,9 +6,10 @@
 //! refusal no later row of that key or topic is sent until the relay received that outcome (R15).
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
+use parking_lot::Mutex;
 use rdkafka::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode as Code};
@@ -79,14 +80,9 @@ impl PublishWindow {
         Self { rows_max, bytes_max, batch_max, state: Mutex::default(), changed: Notify::new() }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
-        // No code under this lock panics between two changes that belong together.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Returns a slot for a row, or `None` where a bound is reached. One row is always allowed.
     pub(super) fn reserve(&self, tag: u64, weight: usize) -> Option<usize> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.rows > 0 && (state.rows >= self.rows_max || state.bytes.saturating_add(weight) > self.bytes_max) {
             if state.opening.has_opened() {
                 // Rows that wait in the window may go on, which makes room.
@@ -122,7 +118,7 @@ impl PublishWindow {
 
     /// Why a row may not be sent: an earlier row of its topic or key was refused. Else `None`.
     pub(super) fn stands_behind(&self, topic: &str, key: Option<&[u8]>) -> Option<Refusal> {
-        let state = self.state();
+        let state = self.state.lock();
         if state.refused_keys.is_empty() && state.refused_topics.is_empty() {
             return None;
         }
@@ -136,12 +132,12 @@ impl PublishWindow {
     }
 
     pub(super) fn learn_partitions(&self, topic: &str, count: usize) {
-        self.state().opening.learn(topic, count);
+        self.state.lock().opening.learn(topic, count);
     }
 
     /// The partition whose first row a row must wait for; `None` where it may be sent.
     pub(super) fn waits_for(&self, slot: usize, topic: &str, key: &[u8]) -> Option<i32> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.slots.get(slot).is_none_or(|slot| slot.first_of.is_some()) {
             return None;
         }
@@ -156,21 +152,21 @@ impl PublishWindow {
     }
 
     pub(super) fn partition_of(&self, topic: &str, key: &[u8]) -> Option<i32> {
-        self.state().opening.partition_of(topic, key)
+        self.state.lock().opening.partition_of(topic, key)
     }
 
     pub(super) fn take_opened(&self) -> Vec<Place> {
-        self.state().opening.take_opened()
+        self.state.lock().opening.take_opened()
     }
 
     /// Lets the rows that wait for these partitions be looked at again.
     pub(super) fn open_again(&self, places: impl Iterator<Item = Place>) {
-        self.state().opening.open_again(places);
+        self.state.lock().opening.open_again(places);
     }
 
     /// Asks to be woken by the next outcome. Returns false where rows may go on already.
     pub(super) fn wakes_when_opened(&self) -> bool {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let opened = state.opening.has_opened();
         if !opened {
             state.waiting = Some(Wait::Outcome);
@@ -182,7 +178,7 @@ impl PublishWindow {
     /// and every outcome was taken. Called at the start of `send`: rows that come now were sent
     /// with that knowledge.
     pub(super) fn forget_what_is_known(&self) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.opening.forget_old_proofs(Instant::now());
         let now = state.handovers;
         state.refused_keys.retain(|_, refused| *refused == now);
@@ -194,7 +190,7 @@ impl PublishWindow {
     /// Lifts the refusal of these topics, where the relay has taken it: a relay that asks again
     /// wants to send to them.
     pub(super) fn forgive_topics(&self, topics: &[String]) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let now = state.handovers;
         state.refused_topics.retain(|topic, (refused, _)| *refused == now || !topics.contains(topic));
     }
@@ -202,7 +198,7 @@ impl PublishWindow {
     /// The topics that must be seen in the metadata again before their next row: they refused a row
     /// as a destination or as too large, or have more partitions than was learned.
     pub(super) fn changed_topics(&self) -> Vec<String> {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         let mut topics = std::mem::take(&mut state.too_small);
         topics.extend(state.opening.take_outgrown());
         topics.extend(state.refused_topics.keys().cloned());
@@ -211,28 +207,28 @@ impl PublishWindow {
 
     /// Takes the topic that refused a batch as too large.
     pub(super) fn take_refused_batch(&self) -> Option<String> {
-        self.state().refused_batch.take()
+        self.state.lock().refused_batch.take()
     }
 
     /// Whether a row was refused since `forget_refusal`.
     pub(super) fn has_refused(&self) -> bool {
-        self.state().has_refused
+        self.state.lock().has_refused
     }
 
     /// Forgets that a row was refused: the session goes on in spite of it.
     pub(super) fn forget_refusal(&self) {
-        self.state().has_refused = false;
+        self.state.lock().has_refused = false;
     }
 
     pub(super) fn stale(&self) -> Option<String> {
-        self.state().stale.clone()
+        self.state.lock().stale.clone()
     }
 
     /// Handles a row that was refused as too large. If the row may have shared a batch, the topic's
     /// limit may have been lowered and the batch was too large, not the row: returns true, and the
     /// session ends. A row that was alone was itself refused: returns false.
     fn is_stale(&self, topic: &str, bytes: usize) -> bool {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.rows <= 1 || bytes > self.batch_max {
             return false;
         }
@@ -250,7 +246,7 @@ impl PublishWindow {
     /// is a proof: where Kafka gives no offset for a batch, librdkafka counts the offsets of its
     /// rows up from -1.
     fn delivered(&self, slot: usize, topic: &str, key: Option<&[u8]>, partition: i32, offset: i64) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if let Some(receipt) = receipt(partition, offset).filter(|_| state.stale.is_none()) {
             self.settle_in(&mut state, slot, topic, key, Ok(receipt));
             return;
@@ -265,27 +261,27 @@ impl PublishWindow {
 
     /// Settles a row that never got a slot.
     pub(super) fn settle_unsent(&self, tag: u64, refusal: Refusal) {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         state.settled.push(Settled { tag, outcome: Err(refusal) });
         self.tell(&mut state);
     }
 
     /// Settles a row whose topic cannot be used, and refuses the rows of the topic that follow.
     pub(super) fn refuse_topic(&self, tag: u64, topic: &str, reason: String) {
-        self.state().refuse_topic(topic, &reason);
+        self.state.lock().refuse_topic(topic, &reason);
         self.settle_unsent(tag, Refusal::Destination(reason));
     }
 
     /// Settles a row that is refused before it is sent, because of its own content, and holds back
     /// the rows of its key that follow.
     pub(super) fn refuse_message(&self, tag: u64, topic: &str, key: Option<&[u8]>, reason: String) {
-        self.state().refuse_message(topic, key);
+        self.state.lock().refuse_message(topic, key);
         self.settle_unsent(tag, Refusal::Message(reason));
     }
 
     /// Settles a row that has a slot.
     pub(super) fn settle(&self, slot: usize, topic: &str, key: Option<&[u8]>, outcome: Result<Receipt, Refusal>) {
-        self.settle_in(&mut self.state(), slot, topic, key, outcome);
+        self.settle_in(&mut self.state.lock(), slot, topic, key, outcome);
     }
 
     fn settle_in(
@@ -336,7 +332,7 @@ impl PublishWindow {
 
     /// Moves the outcomes into `settled`. Returns true if there were any, or no row is in flight.
     pub(super) fn take(&self, settled: &mut Vec<Settled>) -> bool {
-        let mut state = self.state();
+        let mut state = self.state.lock();
         if state.settled.is_empty() {
             state.waiting = Some(Wait::Outcome);
             return state.rows == 0;
@@ -353,7 +349,7 @@ impl PublishWindow {
     /// True where no row ever had a slot (slots are used again and never removed), and no outcome
     /// waits for the relay.
     pub(super) fn is_unused(&self) -> bool {
-        let state = self.state();
+        let state = self.state.lock();
         state.slots.is_empty() && state.settled.is_empty()
     }
 }
@@ -455,7 +451,7 @@ mod tests {
         let mut settled = Vec::new();
         window.take(&mut settled);
         assert_eq!(settled.iter().map(|row| row.tag).collect::<Vec<_>>(), [1, 4, 3]);
-        assert_eq!(window.state().rows, 1);
+        assert_eq!(window.state.lock().rows, 1);
     }
 
     #[test]
@@ -542,7 +538,7 @@ mod tests {
         assert!(window.take(&mut settled));
         assert_eq!(settled.iter().map(|row| row.tag).collect::<Vec<_>>(), [1]);
         assert_eq!(settled[0].outcome, Ok(Receipt::Offset { partition: 0, offset: 7 }));
-        assert_eq!(window.state().rows, 2, "the next session sends the others again");
+        assert_eq!(window.state.lock().rows, 2, "the next session sends the others again");
     }
 
     #[tokio::test]

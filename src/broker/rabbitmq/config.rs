@@ -6,11 +6,12 @@ use std::collections::HashMap;
 use std::fmt;
 use std::ops::Deref;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use lapin::uri::{AMQPAuthority, AMQPQueryString, AMQPScheme, AMQPUri, AMQPUserInfo};
+use parking_lot::Mutex;
 use url::Url;
 
 use crate::error::{BrokerError, redact};
@@ -208,7 +209,7 @@ impl Known {
     /// The prefetch to ask for instead of `prefetch`: no more than the consumer can handle. The
     /// known limit is doubled for the next call, because its messages may be smaller then.
     pub(super) fn bearable(&self, consumer: &str, prefetch: u16) -> u16 {
-        let mut known = self.bearable.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.bearable.lock();
         let Some(bearable) = known.get_mut(consumer) else { return prefetch };
         let asked = prefetch.min(*bearable);
         *bearable = bearable.saturating_mul(2);
@@ -217,7 +218,7 @@ impl Known {
 
     /// Notes that a consumer can handle this prefetch and no more. Returns it.
     pub(super) fn bear(&self, consumer: &str, prefetch: u16) -> u16 {
-        self.bearable.lock().unwrap_or_else(PoisonError::into_inner).insert(consumer.to_owned(), prefetch);
+        self.bearable.lock().insert(consumer.to_owned(), prefetch);
         prefetch
     }
 

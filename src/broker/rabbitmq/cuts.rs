@@ -15,7 +15,8 @@
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use parking_lot::Mutex;
 
 /// The cuts in a row with the same message unconfirmed, after which the message is suspected. Fewer
 /// may be one outage: a load balancer that still accepts connections, or the nodes of a cluster
@@ -53,15 +54,11 @@ struct Streak {
 }
 
 impl Cuts {
-    fn streak(&self) -> MutexGuard<'_, Streak> {
-        self.streak.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Counts a cut of a connection that had worked, while these messages were unconfirmed. Returns
     /// the number of cuts if one of the messages is suspected now. None if the cuts may be one
     /// outage, or if so much is suspected already that the network is the likely cause.
     pub(super) fn count(&self, mut ids: HashSet<String>) -> Option<u32> {
-        let mut streak = self.streak();
+        let mut streak = self.streak.lock();
         self.counts.store(true, Ordering::Relaxed);
         let overlaps = !streak.ids.is_disjoint(&ids);
         if overlaps {
@@ -90,7 +87,7 @@ impl Cuts {
         if !self.counts.load(Ordering::Relaxed) {
             return;
         }
-        let mut streak = self.streak();
+        let mut streak = self.streak.lock();
         streak.suspects.clear();
         streak.ids.remove(id);
         streak.confirms += 1;
@@ -104,13 +101,13 @@ impl Cuts {
     /// Whether a new session should begin with one message at a time, so that the next cut shows
     /// which message it is.
     pub(super) fn wants_one_by_one(&self) -> bool {
-        self.streak().cuts >= CUTS_BEFORE_ONE_BY_ONE
+        self.streak.lock().cuts >= CUTS_BEFORE_ONE_BY_ONE
     }
 
     /// Ends the streak: the server is away, or ended the connection for a reason of its own.
     /// The suspicions stay until a confirm.
     pub(super) fn forget(&self) {
-        let mut streak = self.streak();
+        let mut streak = self.streak.lock();
         (streak.cuts, streak.ids) = (0, HashSet::new());
     }
 }

@@ -15,11 +15,11 @@ use std::io;
 use std::net::{Shutdown, SocketAddr};
 use std::os::fd::AsFd;
 use std::path::Path;
-use std::sync::Mutex;
 use std::time::Duration;
 
 use lapin::tcp::{RustlsConnector, RustlsConnectorConfig};
 use lapin::{AsyncTcpStream, Channel, Connection, ConnectionProperties};
+use parking_lot::Mutex;
 use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
 
@@ -81,7 +81,7 @@ impl Link {
             server.0.clone(),
             runtime,
             async move |_, _| {
-                let taken = once.lock().unwrap_or_else(std::sync::PoisonError::into_inner).take();
+                let taken = once.lock().take();
                 taken.ok_or_else(|| io::Error::from(io::ErrorKind::NotConnected).into())
             },
             ConnectionProperties::default().with_connection_name(name.into()),

@@ -5,9 +5,9 @@
 //! before it is time to try again.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Mutex, MutexGuard};
 use tokio::sync::Notify;
 
 use crate::broker::{Receipt, Refusal, Settled, TopicState};
@@ -109,7 +109,7 @@ impl State {
 
 impl Unsettled {
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     pub(super) fn notify(&self) {

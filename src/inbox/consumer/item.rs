@@ -1,7 +1,9 @@
 //! A delivery on its way through lane and batch, and the partition that it came from.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 use crate::broker::{Delivery, PartitionId};
 use crate::inbox::rules::suspicion::{Facts, Run, Suspicion};
@@ -33,7 +35,7 @@ impl Source {
     }
 
     fn with_suspicion<T>(&self, ask: impl FnOnce(&mut Suspicion) -> T) -> T {
-        ask(&mut self.suspicion.lock().unwrap_or_else(PoisonError::into_inner))
+        ask(&mut self.suspicion.lock())
     }
 }
 

@@ -33,10 +33,7 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
     let mut failing = Failing::new(&shared, "presence", String::new());
     loop {
         // A stop must not wait for a database that does not answer.
-        let said = tokio::select! {
-            said = say(&shared, consumer, &id_rule) => said,
-            () = stop.cancelled() => return,
-        };
+        let Some(said) = stop.run_until_cancelled(say(&shared, consumer, &id_rule)).await else { return };
         match said {
             Ok(true) => failing.is_well(),
             Ok(false) => return shared.is_forgotten.store(true, Ordering::Relaxed),

@@ -14,8 +14,8 @@
 //! Not here: when the next try is (`time::retry`), and the statements (`store::sql::waiting`).
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::Mutex;
@@ -61,17 +61,17 @@ pub(super) struct Desk {
     /// time of the last search for heads that a race left.
     look: Mutex<Instant>,
     /// How often in a row each message was postponed without a counted try, by its row.
-    lasting: std::sync::Mutex<HashMap<i64, u32>>,
+    lasting: parking_lot::Mutex<HashMap<i64, u32>>,
 }
 
 impl Desk {
     pub(super) fn new() -> Self {
-        Self { look: Mutex::new(Instant::now()), lasting: std::sync::Mutex::default() }
+        Self { look: Mutex::new(Instant::now()), lasting: parking_lot::Mutex::default() }
     }
 
     /// Counts one more postponement of a message; returns how many in a row.
     fn lasts(&self, sequence: i64) -> u32 {
-        let mut lasting = self.lasting.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lasting = self.lasting.lock();
         if lasting.len() >= LASTING_MAX && !lasting.contains_key(&sequence) {
             lasting.clear();
         }
@@ -81,7 +81,7 @@ impl Desk {
     }
 
     fn is_over(&self, run: &[LeasedMessage]) {
-        let mut lasting = self.lasting.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lasting = self.lasting.lock();
         if !lasting.is_empty() {
             run.iter().for_each(|one| {
                 lasting.remove(&one.sequence);

@@ -7,9 +7,9 @@
 //! Promise: a pool without a free connection, or a statement that fails, is no silence. Only a sign
 //! of life that is refused or late is: it has a connection of its own.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -35,18 +35,14 @@ const SILENT: &str = "silence";
 pub(super) struct Silence(Mutex<Option<(Instant, String)>>);
 
 impl Silence {
-    fn lock(&self) -> MutexGuard<'_, Option<(Instant, String)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Whether the last question for a sign of life got no answer.
     pub(super) fn is_on(&self) -> bool {
-        self.lock().is_some()
+        self.0.lock().is_some()
     }
 
     /// Why the consumer must leave the broker, if it must.
     pub(super) fn drives_away(&self, handler_timeout: Duration) -> Option<String> {
-        let silence = self.lock();
+        let silence = self.0.lock();
         let (since, why) = silence.as_ref()?;
         let most = handler_timeout.clamp(SIGN_MAX, SILENCE_MAX);
         (since.elapsed() >= most).then(|| {
@@ -67,7 +63,7 @@ impl Shared {
             Ok(Err(error)) => error.to_string(),
             Err(_) => format!("it did not answer within {SIGN_MAX:?}"),
         };
-        let mut silence = self.silence.lock();
+        let mut silence = self.silence.0.lock();
         let stops = Trouble::Stops(format!("the database gives no sign of life: {why}"));
         self.health.trouble(&self.part, SILENT, Some(stops));
         let since = silence.as_ref().map_or(since, |(first, _)| *first);
@@ -77,7 +73,7 @@ impl Shared {
 
     /// The database has answered: a silence is over.
     pub(super) fn has_heard(&self) {
-        if self.silence.lock().take().is_some() {
+        if self.silence.0.lock().take().is_some() {
             self.health.trouble(&self.part, SILENT, None);
         }
     }

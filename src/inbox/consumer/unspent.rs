@@ -10,7 +10,8 @@
 //! no older one with it.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use parking_lot::Mutex;
 
 use super::Shared;
 use crate::error::StoreError;
@@ -22,18 +23,14 @@ use crate::message::MessageId;
 pub(super) struct Unspent(Mutex<HashMap<MessageId, u32>>);
 
 impl Unspent {
-    fn lock(&self) -> MutexGuard<'_, HashMap<MessageId, u32>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Called before the try is counted, because the answer to that may be lost.
     pub(super) fn add(&self, ids: &[MessageId], before: u32) {
-        self.lock().extend(ids.iter().map(|id| (*id, before)));
+        self.0.lock().extend(ids.iter().map(|id| (*id, before)));
     }
 
     /// The tries were made, or their counts are taken back.
     pub(super) fn remove(&self, ids: &[MessageId]) {
-        let mut unspent = self.lock();
+        let mut unspent = self.0.lock();
         for id in ids {
             unspent.remove(id);
         }
@@ -41,14 +38,14 @@ impl Unspent {
 
     /// What was counted stays counted.
     pub(super) fn clear(&self) {
-        self.lock().clear();
+        self.0.lock().clear();
     }
 }
 
 impl Shared {
     /// Takes back what lanes that are gone have left counted. Called while no lane runs.
     pub(super) async fn take_back_unspent(&self, consumer: ConsumerId) -> Result<(), StoreError> {
-        let unspent = self.unspent.lock().clone();
+        let unspent = self.unspent.0.lock().clone();
         if unspent.is_empty() {
             return Ok(());
         }

@@ -2,10 +2,11 @@
 //! effects of the handler (O2). Beside it, how far a run has come: the layer judges a failure by
 //! that (O10).
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use sqlx::{Database, Transaction};
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
@@ -82,8 +83,8 @@ impl Progress {
         }
     }
 
-    fn committed(&self) -> std::sync::MutexGuard<'_, Committed> {
-        self.0.committed.lock().unwrap_or_else(PoisonError::into_inner)
+    fn committed(&self) -> parking_lot::MutexGuard<'_, Committed> {
+        self.0.committed.lock()
     }
 }
 

@@ -13,9 +13,10 @@
 
 use std::fmt;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use sqlx::{ConnectOptions, Connection, Pool};
 use tokio::time::timeout;
 
@@ -49,18 +50,18 @@ pub(in crate::store) struct Moved(Arc<Mutex<Option<Instant>>>);
 impl Moved {
     /// How long ago the last move was; `None` if there was none.
     pub(in crate::store) fn since(&self) -> Option<Duration> {
-        Some(self.0.lock().unwrap_or_else(PoisonError::into_inner).as_ref()?.elapsed())
+        Some(self.0.lock().as_ref()?.elapsed())
     }
 
     fn now(&self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        *self.0.lock() = Some(Instant::now());
     }
 
     /// Called when the server said that it takes no writes: older connections are left, and new
     /// ones follow the name. This happens at most once in [`LOOK`], because the name may lead to
     /// the same server for long, and each error would make all connections anew.
     pub(in crate::store) fn perhaps(&self) {
-        let mut at = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut at = self.0.lock();
         if at.is_none_or(|at| at.elapsed() >= LOOK) {
             *at = Some(Instant::now());
         }

@@ -11,8 +11,8 @@
 //! Not here: where rows go while a range is missing (to the DEFAULT partitions), and the purge of
 //! inbox rows.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
@@ -465,7 +465,7 @@ impl PostgresStore {
     /// partition. Rows that are in DEFAULT stay there, and the ranges are made around them.
     pub(super) async fn make_inbox_ranges(&self) -> Result<(), StoreError> {
         {
-            let mut look_at = self.inbox_look_at.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut look_at = self.inbox_look_at.lock();
             if look_at.is_some_and(|at| Instant::now() < at) {
                 return Ok(());
             }
