@@ -3,7 +3,9 @@
 //!
 //! Guarantees: the counter is set above every position in use. The rows of the outbox move above
 //! all of them in their old order, so that none is before an older held row of its key. A running
-//! relay starts again. A message under way may be sent again; none is lost.
+//! relay starts again. A message under way may be sent again; none is lost. The counter is set
+//! first, by a statement that commits by itself. Where the repair is broken off after that, check
+//! and relay still refuse these rows, and the next repair moves them.
 
 use sqlx::{AssertSqlSafe, MySql, raw_sql};
 
