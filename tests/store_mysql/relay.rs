@@ -483,6 +483,28 @@ async fn r7_a_row_that_commits_late_is_read_although_a_later_one_of_its_key_is_d
     assert!(read.rows[0].position < held);
 }
 
+/// While the repair waits for a writer, all later writers wait behind it.
+// Shown to fail by waiting as long as a handler's statement: more than a minute, and then an error
+// that says only that a lock was waited for.
+#[tokio::test(flavor = "multi_thread")]
+async fn r7_a_repair_waits_for_an_open_writer_for_seconds_and_then_says_what_to_do() {
+    let test = "r7_a_repair_waits_for_an_open_writer_for_seconds_and_then_says_what_to_do";
+    let Some(db) = Db::new(test).await else { return };
+    let (mut app, mut open) = (db.app().await, db.app().await);
+    let held = held_at_the_end(&db, &mut app).await;
+    execute(&mut app, "truncate table oncebox_outbox").await;
+    execute(&mut open, "start transaction").await;
+    enqueue(&mut open, text("t", "a", "new 0")).await.unwrap();
+    let context = ActContext { actor: "ann".into(), reason: "restored".into(), dry_run: false, redrive_age_max: None };
+    let mending = tokio::time::timeout(Duration::from_secs(30), db.store.mend(&context)).await.unwrap();
+    assert!(matches!(&mending, Err(StoreError::Refused(why)) if why.contains("stop the writers")), "{mending:?}");
+    execute(&mut open, "commit").await;
+    assert_eq!(db.store.mend(&context).await.unwrap().len(), 1);
+    let read = db.session("a").await.read(10).await.unwrap();
+    assert_eq!(payloads(&read.rows), ["new 0"]);
+    assert!(read.rows[0].position > held);
+}
+
 /// Of six messages the last two stay in the dead and held table; the others are proven. Returns the
 /// position of the held one.
 async fn held_at_the_end(db: &Db, app: &mut MySqlConnection) -> i64 {
