@@ -47,11 +47,10 @@ pub struct ConsumerSpec {
 }
 
 impl ConsumerSpec {
-    /// Whether the stored id rule is to be replaced by this one. It is refused unless `accept` is
-    /// set.
-    pub(crate) fn changes(&self, stored: &str) -> Result<bool, StoreError> {
+    /// Refuses an id rule that is not the stored one, unless `accept` is set.
+    pub(crate) fn check(&self, stored: &str) -> Result<(), StoreError> {
         if stored == self.id_rule || self.accept {
-            return Ok(stored != self.id_rule);
+            return Ok(());
         }
         Err(StoreError::Refused(format!(
             "consumer `{}` started with the id rule `{stored}`, now it is `{}`: the inbox would not know old messages again, \

@@ -132,6 +132,17 @@ macro_rules! without_transactions {
 }
 use without_transactions;
 
+/// A condition on a row `o` of the outbox: a dead or held row with a higher position was there
+/// before it was written. Then the counter of positions was set back. A row that only commits late
+/// was written before the higher position was drawn.
+macro_rules! set_back {
+    () => {
+        "(o.position < (select max(position) from oncebox_outbox_dead) \
+         and o.created_at > (select diverted_at from oncebox_outbox_dead order by position desc limit 1))"
+    };
+}
+use set_back;
+
 /// A JSON list of hexadecimal strings, for `json_table`.
 fn hex_list(items: impl IntoIterator<Item = [u8; 16]>) -> String {
     let items: Vec<String> = items.into_iter().map(|item| format!("\"{}\"", hex(&item))).collect();

@@ -474,6 +474,30 @@ async fn a_consumer_that_an_operator_forgot_ends_and_the_next_start_begins_anew(
     next.end().await;
 }
 
+/// Shown to fail by changing its name alone: it ran on while its inbox was deleted, and beside the
+/// next one of its name.
+#[tokio::test]
+async fn a_process_is_told_that_its_consumer_is_forgotten_while_its_inbox_is_still_there() {
+    let world = sqlite().await;
+    let running = world.consumer(consumer_options(), Does(|_: &str, _: &oncebox::Message| Act::Done));
+    world.deliver_all(&["a1"]);
+    world.until_effects(&["a1"]).await;
+    world.run("update oncebox_consumer set seen_at = seen_at - 3600000").await;
+    world
+        .run("create trigger stays before delete on oncebox_inbox begin select raise(abort, 'it is broken off'); end")
+        .await;
+    let context = ActContext { actor: "acc-7".into(), reason: "gone".into(), dry_run: false, redrive_age_max: None };
+    let broken_off = world.store.forget_consumer("ledger", &context).await.unwrap_err();
+    assert!(broken_off.to_string().contains("it is broken off"), "{broken_off}");
+    assert_eq!(tokio::time::timeout(SOON, running.task).await.unwrap().unwrap(), None, "it is refused");
+    // The act goes on where it ended, at once: the process that was told is not seen.
+    world.run("drop trigger stays").await;
+    let left = world.store.status().await.unwrap().consumers.remove(0);
+    assert_eq!((left.name.starts_with("(forgotten "), left.inbox_rows), (true, 1), "{}", left.name);
+    assert_eq!(world.store.forget_consumer(&left.name, &context).await.unwrap().inbox_rows, 1);
+    assert!(world.store.status().await.unwrap().consumers.is_empty());
+}
+
 /// What PostgreSQL itself says on this thread.
 #[derive(Clone, Default)]
 struct Notices(Arc<Mutex<Vec<String>>>);

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use oncebox::StoreError;
 use oncebox::store::{
-    ActContext, Base, ConsumerId, Diversion, LeaseAnswer, LeaseRequest, Mark, Operator, Outbox, RowLease, Schema,
-    Scope, Severity, Waiting, enqueue, enqueue_all,
+    ActContext, Base, ConsumerId, Diversion, Finding, LeaseAnswer, LeaseRequest, Mark, Operator, Outbox, RowLease,
+    Schema, Scope, Severity, Waiting, enqueue, enqueue_all,
 };
 use sqlx::{AssertSqlSafe, Connection, MySqlConnection, Row};
 
@@ -431,4 +431,94 @@ async fn r7_a_position_that_is_used_twice_is_refused_and_mended_and_nothing_is_l
     let diverted = read.rows.iter().map(|row| (row.position, Diversion::HeldBehind)).collect();
     session.checkpoint(Mark { through: Some(read.batch), diverted, ..Mark::default() }).await.unwrap();
     assert_eq!(db.count("oncebox_outbox_dead").await, 11);
+}
+
+/// After `truncate table`: the counter runs below what is held, and no position is used twice yet.
+/// Then the repair is broken off after its first statement, which commits by itself.
+// Shown to fail: with a read and a check that compare equal positions only, the new messages are
+// read, and the broken repair leaves them for good.
+#[tokio::test(flavor = "multi_thread")]
+async fn r7_a_new_row_below_an_older_held_one_is_refused_also_where_its_repair_was_broken_off() {
+    let test = "r7_a_new_row_below_an_older_held_one_is_refused_also_where_its_repair_was_broken_off";
+    let Some(db) = Db::new(test).await else { return };
+    let mut app = db.app().await;
+    let held = held_at_the_end(&db, &mut app).await;
+    execute(&mut app, "truncate table oncebox_outbox").await;
+    enqueue_all(&mut app, (0..3).map(|n| text("t", "a", &format!("new {n}"))).collect()).await.unwrap();
+    let context = ActContext { actor: "ann".into(), reason: "restored".into(), dry_run: false, redrive_age_max: None };
+    for broken_off in [false, true] {
+        if broken_off {
+            execute(&mut app, "alter table oncebox_outbox auto_increment = 1000000").await;
+        }
+        let mut session = db.session("a").await;
+        let refused = session.read(10).await.unwrap_err().to_string();
+        assert!(refused.contains("below that of an older dead or held one; run `oncebox doctor --fix`"), "{refused}");
+        session.release().await.unwrap();
+        let finding = sequence(&db).await;
+        assert_eq!(finding.severity, Severity::Refused, "{finding:?}");
+    }
+    assert_eq!(db.store.mend(&context).await.unwrap().len(), 1);
+    assert!(db.store.mend(&context).await.unwrap().is_empty(), "it is mended");
+    assert_eq!(sequence(&db).await.severity, Severity::Ok);
+    enqueue(&mut app, text("t", "a", "new 3")).await.unwrap();
+    let read = db.session("a").await.read(10).await.unwrap();
+    assert_eq!(payloads(&read.rows), ["new 0", "new 1", "new 2", "new 3"]);
+    assert!(read.rows[0].position > held, "behind what is held of their key");
+}
+
+/// Its position is below that of the dead row too, but it was drawn, and so written, before.
+// Shown by: a read or a check that compares positions alone.
+#[tokio::test(flavor = "multi_thread")]
+async fn r7_a_row_that_commits_late_is_read_although_a_later_one_of_its_key_is_dead() {
+    let test = "r7_a_row_that_commits_late_is_read_although_a_later_one_of_its_key_is_dead";
+    let Some(db) = Db::new(test).await else { return };
+    let (mut app, mut slow) = (db.app().await, db.app().await);
+    execute(&mut slow, "start transaction").await;
+    enqueue(&mut slow, text("t", "a", "late")).await.unwrap();
+    let held = held_at_the_end(&db, &mut app).await;
+    execute(&mut slow, "commit").await;
+    assert_eq!(sequence(&db).await.severity, Severity::Ok);
+    let read = db.session("a").await.read(10).await.unwrap();
+    assert_eq!(payloads(&read.rows), ["late"]);
+    assert!(read.rows[0].position < held);
+}
+
+/// While the repair waits for a writer, all later writers wait behind it.
+// Shown to fail by waiting as long as a handler's statement: more than a minute, and then an error
+// that says only that a lock was waited for.
+#[tokio::test(flavor = "multi_thread")]
+async fn r7_a_repair_waits_for_an_open_writer_for_seconds_and_then_says_what_to_do() {
+    let test = "r7_a_repair_waits_for_an_open_writer_for_seconds_and_then_says_what_to_do";
+    let Some(db) = Db::new(test).await else { return };
+    let (mut app, mut open) = (db.app().await, db.app().await);
+    let held = held_at_the_end(&db, &mut app).await;
+    execute(&mut app, "truncate table oncebox_outbox").await;
+    execute(&mut open, "start transaction").await;
+    enqueue(&mut open, text("t", "a", "new 0")).await.unwrap();
+    let context = ActContext { actor: "ann".into(), reason: "restored".into(), dry_run: false, redrive_age_max: None };
+    let mending = tokio::time::timeout(Duration::from_secs(30), db.store.mend(&context)).await.unwrap();
+    assert!(matches!(&mending, Err(StoreError::Refused(why)) if why.contains("stop the writers")), "{mending:?}");
+    execute(&mut open, "commit").await;
+    assert_eq!(db.store.mend(&context).await.unwrap().len(), 1);
+    let read = db.session("a").await.read(10).await.unwrap();
+    assert_eq!(payloads(&read.rows), ["new 0"]);
+    assert!(read.rows[0].position > held);
+}
+
+/// Of six messages the last two stay in the dead and held table; the others are proven. Returns the
+/// position of the held one.
+async fn held_at_the_end(db: &Db, app: &mut MySqlConnection) -> i64 {
+    enqueue_all(app, (0..6).map(|n| text("t", "a", &format!("old {n}"))).collect()).await.unwrap();
+    let mut session = db.session("a").await;
+    let read = session.read(10).await.unwrap();
+    let [dead, held] = [4, 5].map(|at: usize| read.rows[at].position);
+    let diverted =
+        vec![(dead, Diversion::Dead { reason: "too large".into(), holds: true }), (held, Diversion::HeldBehind)];
+    session.checkpoint(Mark { through: Some(read.batch), diverted, ..Mark::default() }).await.unwrap();
+    session.release().await.unwrap();
+    held
+}
+
+async fn sequence(db: &Db) -> Finding {
+    db.store.check().await.unwrap().into_iter().find(|one| one.name == "sequence behind cursor").unwrap()
 }

@@ -12,8 +12,8 @@
 //!   range or an IN list over them would wait for every open writer.
 //! * Every write first updates the row of the shard, and ends where epoch and revision are not
 //!   ours.
-//! * A new row at the position of a dead or held row (the counter was set back) is refused when it
-//!   is read, because the relay identifies rows by position.
+//! * Where the counter was set back, a new row at or below the position of an older dead or held
+//!   row is refused when it is read, because the relay identifies and orders rows by position.
 //! * A read stops with the row that reaches the limit of bytes, also where rows suddenly become
 //!   larger (G11).
 //!
@@ -28,7 +28,7 @@ use sqlx::mysql::{MySqlArguments, MySqlRow};
 use sqlx::query::Query;
 use sqlx::{Either, MySql, Row};
 
-use super::{MySqlStore, START, is_duplicate, number_list, text};
+use super::{MySqlStore, START, is_duplicate, number_list, set_back, text};
 use crate::error::StoreError;
 use crate::message::{OutgoingMessage, TraceContext};
 use crate::operator::kept_error;
@@ -301,13 +301,14 @@ macro_rules! is_in_range {
     };
 }
 
-/// Rows with the fence, their messages, and whether a dead or held row has their position.
+/// Rows with the fence, their messages, and the fault of their position, which [`unused`] reads.
 macro_rules! rows {
     ($list:literal, $on:literal, $end:expr) => {
         concat!(
             "select s.epoch, s.revision, o.position, o.bucket, o.message_id, o.topic, o.`key`, o.kind, o.headers, o.payload, \
-             o.content_type, o.traceparent, o.tracestate, o.created_at, d.position is not null as is_used \
-             from oncebox_shard s straight_join ",
+             o.content_type, o.traceparent, o.tracestate, o.created_at, case when d.position is not null then 2 when ",
+            set_back!(),
+            " then 1 else 0 end as fault from oncebox_shard s straight_join ",
             $list,
             "oncebox_outbox o force index (primary)",
             $on,
@@ -478,12 +479,20 @@ fn diversion_list(diverted: &[(i64, Diversion)]) -> String {
     format!("[{}]", rows.join(","))
 }
 
-/// Refuses a row of the outbox whose position belongs to a dead or held row.
+/// Refuses a row of the outbox whose position belongs to a dead or held row, or is below that of an
+/// older one: it would be sent before older rows of its key.
 fn unused(row: &MySqlRow) -> Result<(), StoreError> {
-    match row.try_get::<i64, _>("is_used")? {
-        0 => Ok(()),
-        _ => Err(used_twice(&format!("the position {} of a new message", row.try_get::<i64, _>("position")?))),
+    let fault = row.try_get::<i64, _>("fault")?;
+    if fault == 0 {
+        return Ok(());
     }
+    let position = format!("the position {} of a new message", row.try_get::<i64, _>("position")?);
+    Err(match fault {
+        1 => StoreError::Refused(format!(
+            "sequence behind cursor: {position} is below that of an older dead or held one; run `oncebox doctor --fix`"
+        )),
+        _ => used_twice(&position),
+    })
 }
 
 fn used_twice(position: &str) -> StoreError {

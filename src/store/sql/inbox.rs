@@ -59,7 +59,9 @@ const SKEW: &str = "select value from oncebox.limits where name = 'id_skew_secon
 const REGISTER: &str = "insert into oncebox.consumer (name, id_rule, registered_at, seen_at) \
     values (:name, :rule, {clock}, {clock}) {pg lite: on conflict (name) do nothing}{my: on duplicate key update name = name}";
 
-const ACCEPT: &str = "update oncebox.consumer set id_rule = :rule where consumer_id = :consumer";
+/// A consumer that starts counts as seen: an operator who forgets it waits for this row, and then
+/// is refused.
+const START: &str = "update oncebox.consumer set id_rule = :rule, seen_at = {clock} where consumer_id = :consumer";
 
 const SEEN: &str = "update oncebox.consumer set seen_at = {clock} where consumer_id = :consumer and id_rule = :rule";
 
@@ -168,7 +170,7 @@ impl<S: OwnInbox> Inbox for S {
     async fn check_registration(&self, spec: &ConsumerSpec) -> Result<Duration, StoreError> {
         let mut session = self.reader().await?;
         if let Some(row) = session.first(find(spec).bind("locks", false)).await? {
-            spec.changes(&row.get::<String>(1)?)?;
+            spec.check(&row.get::<String>(1)?)?;
         }
         let skew = session.first(sql(SKEW)).await?;
         let skew = skew.ok_or_else(|| StoreError::Corrupt("the limit `id_skew_seconds` has no row".to_owned()))?;
@@ -340,9 +342,8 @@ async fn register(session: &mut dyn Session, spec: &ConsumerSpec) -> Result<Cons
     let vanished = || StoreError::Corrupt(format!("consumer `{}` vanished", spec.name));
     let row = found.ok_or_else(vanished)?;
     let (consumer, rule) = (ConsumerId(row.get(0)?), row.get::<String>(1)?);
-    if spec.changes(&rule)? {
-        session.run(sql(ACCEPT).bind("consumer", consumer).bind("rule", &spec.id_rule)).await?;
-    }
+    spec.check(&rule)?;
+    session.run(sql(START).bind("consumer", consumer).bind("rule", &spec.id_rule)).await?;
     Ok(consumer)
 }
 

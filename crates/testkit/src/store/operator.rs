@@ -271,7 +271,8 @@ pub async fn a_held_message_is_discarded_by_request_and_by_nothing_else<F: Fixtu
     assert_eq!((list(trial).await.len(), audits(trial).await), (2, 1));
 }
 
-/// Shown by: forgetting without a check whether the consumer is there; leaving rows of it behind.
+/// Shown by: forgetting without a check whether the consumer is there, or with one that does not
+/// count a start; leaving rows of it behind.
 pub async fn a_consumer_that_is_gone_is_forgotten_and_one_that_is_there_is_not<F: Fixture>(trial: &Trial<F>) {
     let (gone, stays) = (trial.consumer("gone").await, trial.consumer("stays").await);
     let rule = spec("gone").id_rule;
@@ -287,7 +288,12 @@ pub async fn a_consumer_that_is_gone_is_forgotten_and_one_that_is_there_is_not<F
     let refused = trial.store.forget_consumer("gone", &context()).await.unwrap_err();
     assert!(matches!(&refused, StoreError::Refused(why) if why.contains("consumer `gone` was seen")), "{refused}");
     let (consumers, earlier) = (trial.table("consumer"), moved::<F>("seen_at", -3_600));
-    trial.run(&format!("update {consumers} set seen_at = {earlier} where consumer_id = {}", gone.0)).await;
+    let age = format!("update {consumers} set seen_at = {earlier} where consumer_id = {}", gone.0);
+    trial.run(&age).await;
+    assert_eq!(trial.consumer("gone").await, gone);
+    let refused = trial.store.forget_consumer("gone", &context()).await.unwrap_err();
+    assert!(matches!(&refused, StoreError::Refused(why) if why.contains("was seen")), "who starts is there: {refused}");
+    trial.run(&age).await;
     let status = trial.store.status().await.unwrap();
     let seen: Vec<_> = status.consumers.iter().map(|one| (one.name.as_str(), one.seen_seconds_ago > 600.0)).collect();
     assert_eq!(seen, [("gone", true), ("stays", false)]);

@@ -6,24 +6,31 @@ use sqlx::{MySql, Row};
 use crate::error::StoreError;
 use crate::observe::Finding;
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::mysql::set_back;
 
 const NAME: &str = "sequence behind cursor";
 
 /// The next position, the highest one of a dead or held row, the lowest one that is in both tables,
-/// and the first and the last one of the outbox.
-const STATE: &str = "\
-select cast((select auto_increment from information_schema.tables \
+/// the first and the last one of the outbox, and the first one of a row that was written after the
+/// counter was set back.
+const STATE: &str = concat!(
+    "select cast((select auto_increment from information_schema.tables \
               where table_schema = database() and table_name = 'oncebox_outbox') as unsigned), \
        cast((select max(position) from oncebox_outbox_dead) as unsigned), \
        cast((select min(d.position) from oncebox_outbox_dead d join oncebox_outbox o on o.position = d.position) as unsigned), \
        cast((select min(position) from oncebox_outbox) as unsigned), \
-       cast((select max(position) from oncebox_outbox) as unsigned)";
+       cast((select max(position) from oncebox_outbox) as unsigned), \
+       cast((select min(o.position) from oncebox_outbox o where ",
+    set_back!(),
+    ") as unsigned)"
+);
 
 /// Which positions are in use, and which comes next.
 pub(in crate::store::mysql) struct State {
     next: Option<u64>,
     used: Option<u64>,
     twice: Option<u64>,
+    below: Option<u64>,
     /// The first and the last position of the outbox.
     pub(in crate::store::mysql) rows: Option<(u64, u64)>,
 }
@@ -37,7 +44,8 @@ impl State {
         }
         let row = sqlx::query(STATE).one(connection).await?;
         let rows = row.try_get::<Option<u64>, _>(3)?.zip(row.try_get::<Option<u64>, _>(4)?);
-        Ok(Self { next: row.try_get(0)?, used: row.try_get(1)?, twice: row.try_get(2)?, rows })
+        let (twice, below) = (row.try_get(2)?, row.try_get(5)?);
+        Ok(Self { next: row.try_get(0)?, used: row.try_get(1)?, twice, below, rows })
     }
 
     /// Reads the rows below a position that the counter has already passed, so that no more can
@@ -54,18 +62,21 @@ impl State {
         .one(connection)
         .await?;
         let rows = row.try_get::<Option<u64>, _>(1)?.zip(row.try_get::<Option<u64>, _>(2)?);
-        Ok(Self { next: None, used: row.try_get(0)?, twice: None, rows })
+        Ok(Self { next: None, used: row.try_get(0)?, twice: None, below: None, rows })
     }
 
     /// Describes the fault; none where there is none.
     pub(in crate::store::mysql) fn fault(&self) -> Option<String> {
         let used = self.used?;
-        match (self.next, self.twice) {
-            (_, Some(twice)) => {
+        match (self.next, self.twice, self.below) {
+            (_, Some(twice), _) => {
                 Some(format!("the position {twice} is that of a new message and of a dead or held one"))
             }
-            (Some(next), None) if next <= used => Some(format!(
+            (Some(next), ..) if next <= used => Some(format!(
                 "the next position is {next}, but a dead or held row stands at {used}: positions would be used twice"
+            )),
+            (.., Some(below)) => Some(format!(
+                "a new message has the position {below}, below that of an older dead or held one at {used}"
             )),
             _ => None,
         }

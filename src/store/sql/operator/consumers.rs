@@ -20,7 +20,10 @@ const DELETES: [&str; 3] = [
     "delete from oncebox.assignment where consumer_id = :consumer",
 ];
 
-const RENAME: &str = "update oncebox.consumer set name = :name where consumer_id = :consumer";
+/// Also sets an id rule that no process can have. So a process that still runs under this number
+/// learns it when it next records that it is there, although the row stands until the inbox is
+/// deleted.
+const RENAME: &str = "update oncebox.consumer set name = :name, id_rule = '(forgotten)' where consumer_id = :consumer";
 
 /// Deletes a page of its inbox, which is two tables on PostgreSQL.
 const PAGE: &str = "\
