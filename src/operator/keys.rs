@@ -25,7 +25,7 @@ use uuid::Uuid;
 
 use self::open::{BRIDGED, given_up, refuse_opposite};
 use self::words::says;
-pub(crate) use self::words::{judged, judgement, nothing_known, overruled};
+pub(crate) use self::words::{judged, judgement, nothing_known, overruled, still_stands};
 use super::ActContext;
 use crate::error::StoreError;
 use crate::operation::port::evidence::NewEvidence;
@@ -99,8 +99,8 @@ pub struct FoundOperations {
     /// The ids of operations whose rows cannot be read, and why. No worker drives them, so an
     /// operator must see them.
     pub unreadable: Vec<(Uuid, String)>,
-    /// In a list of conflicts: the ids of operations of which only evidence is left that something
-    /// happened.
+    /// In a list of conflicts: the ids of operations of which only evidence says that something
+    /// happened. The record is gone, or says that it failed.
     pub orphans: Vec<Uuid>,
 }
 
@@ -334,7 +334,9 @@ pub trait KeyOperator: Phases {
     /// once.
     ///
     /// # Errors
-    /// [`StoreError::Refused`]: the operation has no outcome yet, or nothing is known of this id.
+    /// [`StoreError::Refused`]: the operation has no outcome yet; nothing is known of this id; or
+    /// the record of a late run still says that it failed, and its evidence keeps the key from
+    /// being run again.
     async fn judge(&self, operation_id: Uuid, context: &ActContext) -> Result<(), StoreError>;
 
     /// Changes a record and writes the audit row, fenced by the epoch that was read.

@@ -20,7 +20,7 @@ use crate::operation::rules::{Record, State};
 use crate::operator::ActContext;
 use crate::operator::keys::{
     Audit, FoundKeys, FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, judged,
-    judgement, nothing_known, overruled, readable,
+    judgement, nothing_known, overruled, readable, still_stands,
 };
 use crate::text::hex::hex;
 use crate::time::db_time::DbTime;
@@ -47,14 +47,17 @@ const OPERATIONS: &str = "select o.operation_id from oncebox.operation as o \
       {if older: and o.created_at < {now} - {span :older}} {if conflicts: and {piece conflict}} \
     order by o.parked is null, o.outcome_at is not null, o.created_at, o.operation_id limit :limit";
 
-/// Operations of which only evidence is left that something happened: there is no operation row,
-/// and no record that says so.
+/// Operations of which only evidence says that something happened: there is no operation row, and
+/// the record is gone or says that it failed.
 const ORPHANS: &str = "select distinct e.operation_id from oncebox.operation_evidence e \
     where e.kind <> 'operator' and e.verdict in ('success', 'mismatch') \
       and not exists (select 1 from oncebox.operation o where o.operation_id = e.operation_id) \
       and not exists (select 1 from oncebox.idempotency_request r where r.operation_id = e.operation_id \
             and r.state not in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE')) \
       {if only: and e.operation_id = :only} order by e.operation_id limit :limit";
+
+const RECORD_OF: &str = "select key_digest, state from oncebox.idempotency_request where operation_id = :operation";
+
 
 const FORGET_RECORD: &str = "delete from oncebox.idempotency_request \
     where key_digest = :digest and epoch = :epoch and outcome_at is not null \
@@ -126,8 +129,14 @@ impl<S: KeyStore + Phases> KeyOperator for S {
         let mut transaction = self.begin_sql().await?;
         let session = transaction.session();
         let seen = read(session, operation_id).await?;
-        if seen.is_none() && orphans(session, Some(operation_id), 1).await?.is_empty() {
-            return Err(nothing_known());
+        if seen.is_none() {
+            if orphans(session, Some(operation_id), 1).await?.is_empty() {
+                return Err(nothing_known());
+            }
+            // The evidence keeps the key from being run again, so it stays as long as the record.
+            if let Some(record) = session.first(sql(RECORD_OF).bind("operation", operation_id)).await? {
+                return Err(still_stands(&record.get::<Vec<u8>>(0)?, &record.get::<String>(1)?));
+            }
         }
         let word = seen.as_ref().map(|seen| judgement(seen, context)).transpose()?;
         match word.filter(|_| seen.as_ref().is_some_and(|seen| seen.identity.is_some())) {
