@@ -58,6 +58,10 @@ const ORPHANS: &str = "select distinct e.operation_id from oncebox.operation_evi
 
 const RECORD_OF: &str = "select key_digest, state from oncebox.idempotency_request where operation_id = :operation";
 
+/// Whether the record is of this run. A key that was forgotten begins again at epoch 1, so the
+/// epoch alone does not tell its runs apart.
+const IS_OF_RUN: &str =
+    "select 1 from oncebox.idempotency_request where key_digest = :digest and operation_id = :operation";
 
 const FORGET_RECORD: &str = "delete from oncebox.idempotency_request \
     where key_digest = :digest and epoch = :epoch and outcome_at is not null \
@@ -154,6 +158,7 @@ impl<S: KeyStore + Phases> KeyOperator for S {
     async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError> {
         let mut transaction = self.begin_outcome().await?;
         let fenced = match change {
+            _ if !is_locked(transaction.session(), seen).await? => Fenced::LostOwnership,
             KeyChange::Release { against_evidence } => {
                 forget_key(transaction.session(), seen, *against_evidence).await?
             }
@@ -194,8 +199,15 @@ async fn orphans(session: &mut dyn Session, only: Option<Uuid>, limit: u32) -> R
     session.column(sql(ORPHANS).bind("only", only).bind("limit", limit)).await
 }
 
-async fn forget_key(session: &mut dyn Session, seen: &Record, against_evidence: bool) -> Result<Fenced, StoreError> {
+/// Locks the record of a key. Returns false where it is gone, or of another run than was seen.
+async fn is_locked(session: &mut dyn Session, seen: &Record) -> Result<bool, StoreError> {
     records::lock(session, &seen.identity).await?;
+    let is_of_run = sql(IS_OF_RUN).bind("digest", &seen.identity.digest()[..]).bind("operation", seen.operation_id);
+    Ok(session.first(is_of_run).await?.is_some())
+}
+
+/// Deletes the record of a key, which is locked, with all that belongs to it.
+async fn forget_key(session: &mut dyn Session, seen: &Record, against_evidence: bool) -> Result<Fenced, StoreError> {
     let asks_runs = seen.state != State::Completed && !against_evidence;
     let digest = seen.identity.digest();
     let delete = sql(FORGET_RECORD).bind("digest", &digest[..]).bind("epoch", seen.epoch).bind("asks_runs", asks_runs);
