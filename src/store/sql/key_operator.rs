@@ -74,7 +74,7 @@ const FORGET_BODIES: &str = "delete from oncebox.idempotency_body where key_dige
 const CHANGE_OPERATION: &str = "update oncebox.operation set epoch = epoch + 1, {if stage: state = :stage,} owner = null, \
       lease_until = null, {lease} = null, parked = null, attempts = 0, \
       {if ends: due_at = null, outcome_at = {now}, expires_at = {now},}{unless ends: due_at = {now},} updated_at = {now} \
-    where operation_id = :operation and epoch = :epoch and outcome_at is null \
+    where operation_id = :operation and epoch = :epoch and outcome_at is null and coalesce(parked, '') = :parked \
       {if respects_lease: and (owner is null or {piece lease is over})} \
       and (select count(*) from oncebox.operation_evidence e where e.operation_id = :operation) = :evidence";
 
@@ -230,6 +230,7 @@ async fn change_operation(
     let update = sql(CHANGE_OPERATION)
         .bind("operation", id)
         .bind("epoch", seen.epoch)
+        .bind("parked", seen.parked.as_deref().unwrap_or_default())
         .bind("stage", stage.map(|stage| stage.as_str()))
         .bind("ends", ends)
         .bind("respects_lease", !change.takes_over())

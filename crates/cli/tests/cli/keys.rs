@@ -85,7 +85,11 @@ fn asked(place: &Place, key: &str, strategy: &str) -> Driven {
 }
 
 fn park(place: &Place, driven: &Driven) {
-    with(place, async |store| store.park(driven, "not-found").await.unwrap());
+    park_as(place, driven, "not-found");
+}
+
+fn park_as(place: &Place, driven: &Driven, reason: &str) {
+    with(place, async |store| store.park(driven, reason).await.unwrap());
 }
 
 fn observe(place: &Place, driven: &Driven, verdict: &str) {
@@ -368,4 +372,31 @@ fn o9_an_operation_is_resolved_with_its_key_and_a_contradiction_is_listed() {
     place.oncebox(&["operations", "judge", &other, "--why", "w"]).run().fails(4, &["no outcome to judge"]);
     place.oncebox(&["operations", "judge", &driven.operation_id.to_string(), "--why", "looked into it"]).run().ok();
     assert!(ids(&place, &["--conflicts"]).is_empty(), "judged");
+}
+
+// Shown by: a retry that deletes the reason, after which `--not-happened` needs no force; an audit
+// row without it.
+#[test]
+fn o8_what_only_the_reason_of_a_parking_says_is_not_retried_away() {
+    const SAID: &str = "evidence-not-stored: charge send 1: succeeded 201";
+    let place = Place::migrated();
+    let driven = asked(&place, "a", "key");
+    let id = driven.operation_id.to_string();
+    park_as(&place, &driven, SAID);
+    for more in [&[][..], &["--accept-duplicate"]] {
+        let retry = [&["operations", "retry", &id, "--why", "w"], more].concat();
+        place.oncebox(&retry).run().fails(4, &["what the provider said of `charge`: success. Resolve `charge`"]);
+    }
+    let file = place.path().join("answer.json");
+    std::fs::write(&file, "{}").unwrap();
+    let file = file.display().to_string();
+    let resolve = ["operations", "resolve", &id, "--why", "w"];
+    for against in [&["--not-happened", "charge"][..], &["--failed", &file, "--status", "402"]] {
+        let refused = place.oncebox(&[&resolve[..], against].concat()).run();
+        refused.fails(4, &["the evidence of `charge` says the opposite: success"]);
+    }
+    assert_eq!((ids(&place, &["--parked"]).len(), place.audit().len()), (1, 0));
+    place.oncebox(&[&resolve[..], &["--happened", "charge"]].concat()).run().ok();
+    let was = place.column("select detail from oncebox_audit");
+    assert!(was.len() == 1 && was[0].contains(SAID), "{was:?}");
 }
