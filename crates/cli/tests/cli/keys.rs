@@ -230,6 +230,45 @@ fn a_purge_of_all_goes_on_to_the_last_and_one_with_a_limit_says_what_it_leaves()
     assert_eq!((hashes(&place, &[]), place.audit().len()), (vec![open], 130));
 }
 
+/// While the first key is purged, a sweep deletes another one, and a client uses a third one anew.
+///
+/// Shown by: a key that has changed ends the act of a filter, so nothing is purged.
+#[test]
+fn a_purge_by_a_filter_leaves_alone_what_changed_meanwhile() {
+    let place = Place::migrated();
+    for by in [&["--tenant", "t1"][..], &["--all"]] {
+        for number in 0..5 {
+            edge(&place, &format!("key-{number}"), Some(completed()));
+        }
+        let last = "where key_digest = (select max(key_digest) from oncebox_idempotency_request)";
+        place.sql(&format!(
+            "create trigger meanwhile after delete on oncebox_idempotency_request
+               when (select count(*) from oncebox_idempotency_request) = 4 begin
+               delete from oncebox_idempotency_request {last};
+               update oncebox_idempotency_request set epoch = epoch + 2 {last};
+             end"
+        ));
+        let purged = place.oncebox(&[&["keys", "purge", "--why", "w", "--yes"], by].concat()).run();
+        let said = purged.ok_saying(&["keys that changed or went meanwhile, and are left alone: 2"]);
+        assert!(said.starts_with("purge 3: "), "{said}");
+        assert_eq!(hashes(&place, &[]).len(), 1, "the one that is used anew");
+        place.sql(
+            "drop trigger meanwhile; delete from oncebox_idempotency_request; delete from oncebox_idempotency_body",
+        );
+    }
+    assert_eq!(place.audit().len(), 6);
+    // Who names a key means what was seen of it.
+    let hash = edge(&place, "named", Some(completed()));
+    let other = edge(&place, "other", Some(completed()));
+    place.sql(
+        "create trigger meanwhile after delete on oncebox_idempotency_request begin
+           delete from oncebox_idempotency_request;
+         end",
+    );
+    let named = place.oncebox(&["keys", "purge", &hash, &other, "--why", "w", "--yes"]).run();
+    named.fails(4, &["it has changed meanwhile: look again"]);
+}
+
 #[test]
 fn o11_an_unknown_key_is_resolved_by_a_file_or_as_not_happened() {
     let place = Place::migrated();
