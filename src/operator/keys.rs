@@ -25,14 +25,14 @@ use uuid::Uuid;
 
 use self::open::{BRIDGED, given_up, refuse_opposite};
 use self::words::says;
-pub(crate) use self::words::{judged, judgement, nothing_known, overruled};
+pub(crate) use self::words::{judged, judgement, nothing_known, overruled, still_stands};
 use super::ActContext;
 use crate::error::StoreError;
 use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::phases::{ENDED, FIRST_POINT, Phases, StoredIntent, StoredOperation, end_stage};
 use crate::operation::port::{Fenced, Look, RunOutcome, late_runs};
 use crate::operation::rules::flow::Stage;
-use crate::operation::rules::provider::Settled;
+use crate::operation::rules::provider::{Settled, Verdict};
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::versions::Announced;
 use crate::operation::rules::{Identity, Mode, OperationName, Record, State};
@@ -99,8 +99,8 @@ pub struct FoundOperations {
     /// The ids of operations whose rows cannot be read, and why. No worker drives them, so an
     /// operator must see them.
     pub unreadable: Vec<(Uuid, String)>,
-    /// In a list of conflicts: the ids of operations of which only evidence is left that something
-    /// happened.
+    /// In a list of conflicts: the ids of operations of which only evidence says that something
+    /// happened. The record is gone, or says that it failed.
     pub orphans: Vec<Uuid>,
 }
 
@@ -253,7 +253,9 @@ impl KeyChange {
 impl OperationChange {
     /// The audit row of this change.
     pub(crate) fn audit<'a>(&self, seen: &'a StoredOperation) -> Audit<'a> {
-        let from = format!("{} at {}", seen.stage.as_str(), seen.point);
+        // The act deletes the reason of the parking.
+        let parked = seen.parked.as_ref().map(|reason| format!(", parked: {reason}")).unwrap_or_default();
+        let from = format!("{} at {}{parked}", seen.stage.as_str(), seen.point);
         let (act, detail) = match self {
             Self::GoOn { evidence, .. } => {
                 let is_retry = evidence.iter().all(|row| row.verdict == WAIVED);
@@ -334,7 +336,9 @@ pub trait KeyOperator: Phases {
     /// once.
     ///
     /// # Errors
-    /// [`StoreError::Refused`]: the operation has no outcome yet, or nothing is known of this id.
+    /// [`StoreError::Refused`]: the operation has no outcome yet; nothing is known of this id; or
+    /// the record of a late run still says that it failed, and its evidence keeps the key from
+    /// being run again.
     async fn judge(&self, operation_id: Uuid, context: &ActContext) -> Result<(), StoreError>;
 
     /// Changes a record and writes the audit row, fenced by the epoch that was read.
@@ -343,8 +347,8 @@ pub trait KeyOperator: Phases {
     async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError>;
 
     /// Changes an operation and writes the audit row. It is fenced by the epoch, by the lease
-    /// unless that is taken over, and by the number of evidence rows, because the operator has not
-    /// judged newer evidence (O8).
+    /// unless that is taken over, and by the reason of its parking and the number of evidence rows,
+    /// because the operator has not judged newer evidence (O8).
     async fn change_operation(
         &self,
         seen: &StoredOperation,
@@ -427,10 +431,10 @@ pub trait KeyOperator: Phases {
     ///
     /// # Errors
     /// [`StoreError::Refused`]: it has its outcome; a process drives it and `take_over` is not
-    /// given; its first phase was never committed as a whole; a handler ended the transaction of a
-    /// phase, and no duplicate is accepted; an open effect has the strategy `none`, and no
-    /// duplicate is accepted; a duplicate is accepted and no effect is open; it has changed since
-    /// it was read.
+    /// given; its first phase was never committed as a whole; only the reason of its parking has
+    /// what a provider said; a handler ended the transaction of a phase, and no duplicate is
+    /// accepted; an open effect has the strategy `none`, and no duplicate is accepted; a duplicate
+    /// is accepted and no effect is open; it has changed since it was read.
     async fn retry(
         &self,
         seen: &StoredOperation,
@@ -441,6 +445,9 @@ pub trait KeyOperator: Phases {
         may_change(seen, take_over)?;
         if seen.point == FIRST_POINT {
             return refused("its first phase was never committed as a whole: what it did may be done, so resolve it");
+        }
+        if let Some((effect, verdict)) = seen.unstored() {
+            return refused(unkept(effect, verdict));
         }
         // The handler committed its writes by itself, but the point was not moved (O1).
         let ended = seen.parked.as_deref().is_some_and(|reason| reason.ends_with(ENDED));
@@ -475,9 +482,10 @@ pub trait KeyOperator: Phases {
     ///
     /// # Errors
     /// [`StoreError::Refused`]: it has its outcome; a process drives it and `take_over` is not
-    /// given; there is no such effect, or it is settled; the evidence says the opposite, or a
-    /// failure is recorded while an effect was not undone, and `against_evidence` is not given; it
-    /// has changed since it was read.
+    /// given; there is no such effect, or it is settled; only the reason of its parking has what a
+    /// provider said of another effect; the evidence says the opposite, or a failure is recorded
+    /// while an effect was not undone, and `against_evidence` is not given; it has changed since it
+    /// was read.
     async fn resolve(
         &self,
         seen: &StoredOperation,
@@ -511,6 +519,9 @@ pub trait KeyOperator: Phases {
                         }
                     }
                 }
+                if let Some((of, said)) = seen.unstored().filter(|(of, _)| of != effect) {
+                    return refused(unkept(of, said));
+                }
                 let verdict = if *happened { "success" } else { "failure" };
                 not_against(seen, Some(effect), verdict, against_evidence)?;
                 let evidence = vec![says(seen, effect, 0, verdict, context)];
@@ -539,11 +550,15 @@ fn not_against(seen: &StoredOperation, effect: Option<&str>, verdict: &str, forc
         let settled = seen.intents.iter().any(|intent| intent.intent.effect == row.effect && intent.outcome.is_some());
         row.kind != "run" && row.verdict == opposite && !settled && effect.is_none_or(|effect| effect == row.effect)
     });
-    match contradicts {
-        Some(row) if !forced => refused(format!(
-            "the evidence of `{}` says the opposite: {}; `operations show` has it",
-            row.effect, row.verdict
-        )),
+    // What the database refused to keep is evidence too.
+    let unstored = seen
+        .unstored()
+        .map(|(of, verdict)| (of, verdict.word()))
+        .filter(|(of, word)| *word == opposite && effect.is_none_or(|effect| effect == *of));
+    match contradicts.map(|row| (row.effect.as_str(), row.verdict.as_str())).or(unstored) {
+        Some((of, word)) if !forced => {
+            refused(format!("the evidence of `{of}` says the opposite: {word}; `operations show` has it"))
+        }
         _ => Ok(()),
     }
 }
@@ -565,6 +580,14 @@ fn nothing_stands(seen: &StoredOperation) -> Result<(), StoreError> {
         Some(intent) => refused(format!("`{}` has succeeded, and nothing has undone it: it stands", intent.effect)),
         None => Ok(()),
     }
+}
+
+/// Why an act is refused that would delete the only copy of what a provider said.
+fn unkept(effect: &str, verdict: Verdict) -> String {
+    format!(
+        "only the reason of its parking has what the provider said of `{effect}`: {}. Resolve `{effect}` by that",
+        verdict.word()
+    )
 }
 
 /// Why an act is refused: a run that lost its lease ended with this verdict.

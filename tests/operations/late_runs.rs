@@ -259,13 +259,16 @@ fn succeeded(seen: &Record) -> oncebox::store::NewEvidence {
 }
 
 // Shown by: a retry of what failed that does not look at the evidence (it executes); a claim that
-// only refuses it (409 in progress).
+// only refuses it (409 in progress); a judgement that forgets the evidence (it executes).
 async fn what_a_late_run_did_is_not_executed_again_though_its_process_died_after_it_said_so<S: Sql>(world: World<S>) {
     layer_left_unknown(&world).await;
     let seen = world.record("t1", K1).await.unwrap();
     world.store.act_on_key(&seen, &not_happened(false), &act()).await.unwrap();
     // The run says it, and its process dies.
     world.store.observe_run(&succeeded(&seen)).await.unwrap();
+    // An operator finds it among the conflicts, and judges it before the client comes back.
+    let judged = world.store.judge(seen.operation_id, &act()).await.unwrap_err().to_string();
+    assert!(judged.contains("stands as FAILED_RETRYABLE") && judged.contains("keys release"), "{judged}");
     let gate = Gate::open();
     let url = layered(&world.another_process(), Endpoint::raw("put", edge()), &gate).await + "/put";
     for _ in 0..2 {

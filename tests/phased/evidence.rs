@@ -8,9 +8,10 @@ use oncebox::operation::provider::{Answer, Strategy};
 use oncebox::operation::{Code, Stage};
 use oncebox::sqlx;
 use oncebox::store::postgres::PostgresStore;
-use oncebox::store::{Base, NewEvidence, Phases, Sealed};
+use oncebox::store::{Base, NewEvidence, Phases, Resolution, Sealed};
 
 use crate::flow::{BUDGET, KEY, ONE, Plan, Service, code, status};
+use crate::operator::by_hand;
 use crate::scripted::{Scripted, done};
 use crate::support::eventually;
 use crate::world::{Rows, SOON};
@@ -70,7 +71,8 @@ async fn o8_proof_that_comes_before_the_parking_is_used(store: PostgresStore) {
     service.ended_once("settled").await;
 }
 
-// Shown by: ending the drive with the error: in doubt, and nobody ever hears of the charge.
+// Shown by: ending the drive with the error: in doubt, and nobody ever hears of the charge; an
+// operator's `--not-happened` that does not look at these words: failed, over a charge.
 async fn o8_proof_that_the_database_refuses_goes_to_an_operator_in_words<S: Rows>(store: S) {
     let table = S::table("operation_evidence");
     store
@@ -92,6 +94,13 @@ async fn o8_proof_that_the_database_refuses_goes_to_an_operator_in_words<S: Rows
         (Stage::Unknown, Some("evidence-not-stored: charge send 1: succeeded 201"))
     );
     assert_eq!((operation.evidence.len(), told.arrived().len()), (0, 1));
+    let word = |happened| Resolution::Effect { effect: "charge".to_owned(), happened };
+    let denied = store.resolve(&operation, &word(false), false, false, &by_hand()).await.unwrap_err().to_string();
+    assert!(denied.contains("`charge` says the opposite: success"), "{denied}");
+    store.resolve(&operation, &word(true), false, false, &by_hand()).await.unwrap();
+    let (reply, _) = service.ask_until_known(ONE, 700).await;
+    assert_eq!((reply.status, told.arrived().len()), (201, 1));
+    service.ended_once("settled").await;
 }
 
 /// The database fails to store so many answers because it is away, and then refuses one.

@@ -11,10 +11,11 @@ use super::act::{Act, of_all, refused};
 use super::answer::AnswerArgs;
 use super::common::{CommonArgs, Output, hint_of_more, limit, listed, plain, printable};
 use super::progress::Batches;
+use oncebox::StoreError;
 use oncebox::adapter::{DbTime, hex};
 use oncebox::app::{AppError, say};
 use oncebox::operation::{Identity, OperationName, Record, State, StoredBody};
-use oncebox::store::{FoundKeys, KeyChange, KeyFilter, KeyOperator, OperationStore, RunOutcome};
+use oncebox::store::{ActContext, FoundKeys, KeyChange, KeyFilter, KeyOperator, OperationStore, RunOutcome};
 
 /// How many digits of a hash are shown.
 const SHOWN: usize = 12;
@@ -143,16 +144,16 @@ async fn on(store: &dyn KeyOperator, command: &KeysCommand, output: Output) -> R
         KeysCommand::List(filter) => list(store, filter, output).await,
         KeysCommand::Show(which) => show(store, &one(store, which).await?, which.is_named(), output).await,
         KeysCommand::Release { which, against_evidence, act } => {
-            let found = [one(store, which).await?];
-            act_on(store, &found, 0, &KeyChange::Release { against_evidence: *against_evidence }, act, output).await
+            let change = KeyChange::Release { against_evidence: *against_evidence };
+            act_on(store, &Meant::named(one(store, which).await?), &change, act, output).await
         }
         KeysCommand::Purge { hashes, filter, all, against_evidence, act } => {
             let change = KeyChange::Purge { against_evidence: *against_evidence };
             match hashes.is_empty() && *all && filter.limit.is_none() {
                 true => purge_all(store, filter, &change, act, output).await,
                 false => {
-                    let (meant, remaining) = to_purge(store, hashes, filter, *all).await?;
-                    act_on(store, &meant, remaining, &change, act, output).await
+                    let meant = to_purge(store, hashes, filter, *all).await?;
+                    act_on(store, &meant, &change, act, output).await
                 }
             }
         }
@@ -163,8 +164,7 @@ async fn on(store: &dyn KeyOperator, command: &KeysCommand, output: Output) -> R
             };
             let (retention, against_evidence) = (answer.retention(), *against_evidence);
             let change = KeyChange::Resolve { outcome: Box::new(outcome), retention, against_evidence };
-            let found = [one(store, which).await?];
-            act_on(store, &found, 0, &change, act, output).await
+            act_on(store, &Meant::named(one(store, which).await?), &change, act, output).await
         }
     }
 }
@@ -181,6 +181,11 @@ impl Filter {
             after: None,
             limit: self.limit.unwrap_or(LIMIT),
         }
+    }
+
+    /// Of the keys that match, those that can be purged.
+    fn to_purge(&self) -> KeyFilter {
+        KeyFilter { forgettable: true, ..self.to_store() }
     }
 
     fn is_empty(&self) -> bool {
@@ -236,6 +241,13 @@ fn split(found: FoundKeys) -> (Vec<ReadRecord>, Vec<(Vec<u8>, String)>) {
 fn left_out(unreadable: usize) {
     if unreadable > 0 {
         say("ERROR", &format!("keys that cannot be read, and stay: {unreadable}; `oncebox keys list` says why"));
+    }
+}
+
+/// Says how many keys that a filter had found were gone, or not the same, when their turn came.
+fn left_alone(changed: usize) {
+    if changed > 0 {
+        say("INFO", &format!("keys that changed or went meanwhile, and are left alone: {changed}"));
     }
 }
 
@@ -368,7 +380,7 @@ struct Pages<'a> {
 
 impl<'a> Pages<'a> {
     fn new(store: &'a dyn KeyOperator, filter: &Filter) -> Self {
-        let filter = KeyFilter { forgettable: true, after: Some(Vec::new()), limit: PAGE, ..filter.to_store() };
+        let filter = KeyFilter { after: Some(Vec::new()), limit: PAGE, ..filter.to_purge() };
         Self { store, filter, is_last: false, unreadable: 0 }
     }
 
@@ -398,30 +410,41 @@ async fn count(store: &dyn KeyOperator, filter: &Filter) -> Result<(usize, Optio
     Ok((count, until))
 }
 
-/// The keys that a purge names, and how many more match.
-async fn to_purge(
-    store: &dyn KeyOperator,
-    hashes: &[String],
-    filter: &Filter,
-    all: bool,
-) -> Result<(Vec<ReadRecord>, usize), AppError> {
+/// The keys that an act is on.
+struct Meant {
+    keys: Vec<ReadRecord>,
+    /// How many more match, and stay.
+    remaining: usize,
+    /// The filter that found them; none where each was named.
+    found_by: Option<KeyFilter>,
+}
+
+impl Meant {
+    fn named(key: ReadRecord) -> Self {
+        Self { keys: vec![key], remaining: 0, found_by: None }
+    }
+}
+
+/// The keys that a purge is on, by their hashes or by a filter.
+async fn to_purge(store: &dyn KeyOperator, hashes: &[String], filter: &Filter, all: bool) -> Result<Meant, AppError> {
     if hashes.is_empty() && filter.is_empty() && !all {
         return Err(AppError::usage("name hashes (`oncebox keys list` shows them), a filter, or --all"));
     }
-    let (mut meant, mut remaining) = (Vec::new(), 0);
+    let mut meant = Meant { keys: Vec::new(), remaining: 0, found_by: None };
     if hashes.is_empty() {
-        let (read, unreadable) = split(store.keys(&KeyFilter { forgettable: true, ..filter.to_store() }).await?);
-        if read.len() + unreadable.len() >= filter.limit.unwrap_or(LIMIT) as usize {
-            remaining = count(store, filter).await?.0.saturating_sub(read.len());
+        let found_by = filter.to_purge();
+        let (read, unreadable) = split(store.keys(&found_by).await?);
+        if read.len() + unreadable.len() >= found_by.limit as usize {
+            meant.remaining = count(store, filter).await?.0.saturating_sub(read.len());
         } else {
             left_out(unreadable.len());
         }
-        meant = read;
+        meant = Meant { keys: read, found_by: Some(found_by), ..meant };
     }
     for named in hashes {
-        meant.push(by_digest(store, digits(named)?, named).await?);
+        meant.keys.push(by_digest(store, digits(named)?, named).await?);
     }
-    Ok((meant, remaining))
+    Ok(meant)
 }
 
 /// Purges all keys that match and have their outcome now, page by page.
@@ -434,32 +457,55 @@ async fn purge_all(
 ) -> Result<(), AppError> {
     let (of, until) = count(store, filter).await?;
     act.confirm(of, "keys", "purged")?;
-    let mut hashes = Vec::new();
+    let (mut hashes, mut changed, found_by) = (Vec::new(), 0, filter.to_purge());
     for dry_run in act.runs() {
         let mut batches = Batches::new(if *dry_run { "looked at" } else { "done" }, of, PAGE as usize);
         let mut pages = Pages::new(store, filter);
         hashes.clear();
+        changed = 0;
         while let Some(page) = pages.next().await? {
             let before = hashes.len();
             for one in page.iter().filter(|one| one.record.outcome_at <= until) {
                 let shown = hash(&one.record)[..SHOWN].to_owned();
-                let changed = store.act_on_key(&one.record, change, &act.context(*dry_run)).await;
-                changed.map_err(|error| match (hashes.len(), dry_run) {
+                let done = change_found(store, one, Some(&found_by), change, &act.context(*dry_run)).await;
+                let is_done = done.map_err(|error| match (hashes.len(), dry_run) {
                     (done @ 1.., false) => refused(error).on(&format!("after {done} of {of}, {shown}")),
                     (_, _) => refused(error).on(&shown),
                 })?;
-                hashes.push(shown);
+                if is_done { hashes.push(shown) } else { changed += 1 }
             }
             batches.next(hashes.len() - before);
         }
     }
+    left_alone(changed);
     act.told("purge", "hashes", &hashes, 0, output)
+}
+
+/// Changes a key. Returns false where a filter had found it and does not find it any more as it
+/// was: a sweep took it, a client used it anew, or a late run of it spoke.
+async fn change_found(
+    store: &dyn KeyOperator,
+    one: &ReadRecord,
+    found_by: Option<&KeyFilter>,
+    change: &KeyChange,
+    context: &ActContext,
+) -> Result<bool, StoreError> {
+    let seen = &one.record;
+    match (store.act_on_key(seen, change, context).await, found_by) {
+        (Err(error @ StoreError::Refused(_)), Some(filter)) => {
+            let digest = seen.identity.digest().to_vec();
+            let again = store.keys(&KeyFilter { digest, after: None, limit: 1, ..filter.clone() }).await?;
+            let mut records = again.keys.iter().filter_map(|look| look.record.as_ref());
+            let is_same = records.any(|now| (now.operation_id, now.epoch) == (seen.operation_id, seen.epoch));
+            if is_same { Err(error) } else { Ok(false) }
+        }
+        (done, _) => done.map(|()| true),
+    }
 }
 
 async fn act_on(
     store: &dyn KeyOperator,
-    meant: &[ReadRecord],
-    remaining: usize,
+    meant: &Meant,
     change: &KeyChange,
     act: &Act,
     output: Output,
@@ -469,13 +515,19 @@ async fn act_on(
         KeyChange::Purge { .. } => ("purge", "purged"),
         KeyChange::Resolve { .. } => ("resolve", "resolved"),
     };
-    act.confirm(meant.len(), &of_all(meant.len(), remaining, "keys"), done)?;
+    let Meant { keys, remaining, found_by } = meant;
+    act.confirm(keys.len(), &of_all(keys.len(), *remaining, "keys"), done)?;
+    let mut hashes = Vec::new();
     for dry_run in act.runs() {
-        for one in meant {
-            let changed = store.act_on_key(&one.record, change, &act.context(*dry_run)).await;
-            changed.map_err(|error| refused(error).on(&hash(&one.record)[..SHOWN]))?;
+        hashes.clear();
+        for one in keys {
+            let shown = hash(&one.record)[..SHOWN].to_owned();
+            let done = change_found(store, one, found_by.as_ref(), change, &act.context(*dry_run)).await;
+            if done.map_err(|error| refused(error).on(&shown))? {
+                hashes.push(shown);
+            }
         }
     }
-    let hashes: Vec<String> = meant.iter().map(|one| hash(&one.record)[..SHOWN].to_owned()).collect();
-    act.told(verb, "hashes", &hashes, remaining, output)
+    left_alone(keys.len() - hashes.len());
+    act.told(verb, "hashes", &hashes, *remaining, output)
 }

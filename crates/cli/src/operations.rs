@@ -275,7 +275,7 @@ async fn list(store: &dyn KeyOperator, filter: &Filter, output: Output) -> Resul
             say(
                 "ERROR",
                 &format!(
-                    "something happened of operation {id}, and nothing else is known of it: find out what it did, then `oncebox operations judge {id}`"
+                    "something happened of operation {id}, and its record is gone or says that it failed: find out what it did, then `oncebox operations judge {id}`"
                 ),
             );
         }

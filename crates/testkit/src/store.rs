@@ -417,6 +417,7 @@ macro_rules! store_conformance {
             ];
             key_operator: [
                 keys_are_found_by_every_filter,
+                an_act_on_a_key_changes_no_later_run_of_it,
                 o11_a_key_is_released_and_purged_only_where_nothing_may_have_happened,
                 o11_an_unknown_key_is_resolved_once,
                 o8_operations_are_found_by_every_filter_and_conflicts_are_seen,

@@ -43,6 +43,7 @@ use crate::operation::port::evidence::{NewEvidence, Sealed, StoredEvidence};
 use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Operations, RunOutcome};
 use crate::operation::rules::delivery::Delivery;
 use crate::operation::rules::flow::Stage;
+use crate::operation::rules::provider::Verdict;
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, provider};
 use crate::time::db_time::DbTime;
@@ -54,6 +55,15 @@ pub const FIRST_POINT: &str = "RECEIVED";
 /// An operation is parked with a reason that ends like this when its handler ended the transaction
 /// of a phase.
 pub(crate) const ENDED: &str = "ended-its-transaction";
+
+/// The reason of an operation that is parked because the database refused to keep what a provider
+/// said. It is the only copy.
+pub(crate) fn unstored(effect: &str, send: u32, verdict: Verdict, status: Option<u16>) -> String {
+    let status = status.map(|status| format!(" {status}")).unwrap_or_default();
+    format!("{UNSTORED}{effect} send {send}: {}{status}", verdict.name())
+}
+
+const UNSTORED: &str = "evidence-not-stored: ";
 
 /// The values that a phased operation begins with.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -120,6 +130,16 @@ pub struct StoredOperation {
 }
 
 impl StoredOperation {
+    /// The effect and the verdict that [`unstored`] wrote into the reason of its parking, which is
+    /// the only copy.
+    pub(crate) fn unstored(&self) -> Option<(&str, Verdict)> {
+        let said = self.parked.as_deref()?.strip_prefix(UNSTORED)?;
+        let (send, verdict) = said.rsplit_once(": ")?;
+        let (effect, _) = send.rsplit_once(" send ")?;
+        let name = verdict.split(' ').next()?;
+        Some((effect, Verdict::from_row(name, Duration::ZERO)?))
+    }
+
     /// How the first effect stands, of an operation that sends a webhook or an e-mail; `None`
     /// before its intent.
     #[must_use]

@@ -11,6 +11,7 @@ use crate::operation::port::evidence::{NewEvidence, Sealed};
 use crate::operation::port::phases::StoredOperation;
 use crate::operation::rules::{Identity, Record};
 use crate::operator::ActContext;
+use crate::text::hex::hex;
 
 /// The evidence of an operator who has judged a conflict.
 pub(crate) fn judgement(seen: &StoredOperation, context: &ActContext) -> Result<NewEvidence, StoreError> {
@@ -34,6 +35,17 @@ pub(crate) fn judged(operation_id: Uuid, seen: Option<&StoredOperation>) -> Audi
 /// The error for an id with neither an operation nor left-over evidence.
 pub(crate) fn nothing_known() -> StoreError {
     StoreError::Refused("there is nothing to judge: `oncebox operations list --conflicts` shows what is".to_owned())
+}
+
+/// The error for evidence of a late run whose record says that it failed. Without the evidence the
+/// next request under the key would execute again.
+pub(crate) fn still_stands(digest: &[u8], state: &str) -> StoreError {
+    let digits = hex(digest);
+    let hash = &digits[..digits.len().min(12)];
+    StoreError::Refused(format!(
+        "its key {hash} stands as {state}, and this evidence keeps it from being executed again: judge it when the key \
+         is gone. If nothing happened, `oncebox keys release {hash} --against-evidence` forgets both"
+    ))
 }
 
 /// The evidence of an operator who resolves a key against late runs. After it those runs no longer

@@ -20,7 +20,7 @@ use crate::operation::rules::{Record, State};
 use crate::operator::ActContext;
 use crate::operator::keys::{
     Audit, FoundKeys, FoundOperations, KeyChange, KeyFilter, KeyOperator, OperationChange, OperationFilter, judged,
-    judgement, nothing_known, overruled, readable,
+    judgement, nothing_known, overruled, readable, still_stands,
 };
 use crate::text::hex::hex;
 use crate::time::db_time::DbTime;
@@ -47,14 +47,21 @@ const OPERATIONS: &str = "select o.operation_id from oncebox.operation as o \
       {if older: and o.created_at < {now} - {span :older}} {if conflicts: and {piece conflict}} \
     order by o.parked is null, o.outcome_at is not null, o.created_at, o.operation_id limit :limit";
 
-/// Operations of which only evidence is left that something happened: there is no operation row,
-/// and no record that says so.
+/// Operations of which only evidence says that something happened: there is no operation row, and
+/// the record is gone or says that it failed.
 const ORPHANS: &str = "select distinct e.operation_id from oncebox.operation_evidence e \
     where e.kind <> 'operator' and e.verdict in ('success', 'mismatch') \
       and not exists (select 1 from oncebox.operation o where o.operation_id = e.operation_id) \
       and not exists (select 1 from oncebox.idempotency_request r where r.operation_id = e.operation_id \
             and r.state not in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE')) \
       {if only: and e.operation_id = :only} order by e.operation_id limit :limit";
+
+const RECORD_OF: &str = "select key_digest, state from oncebox.idempotency_request where operation_id = :operation";
+
+/// Whether the record is of this run. A key that was forgotten begins again at epoch 1, so the
+/// epoch alone does not tell its runs apart.
+const IS_OF_RUN: &str =
+    "select 1 from oncebox.idempotency_request where key_digest = :digest and operation_id = :operation";
 
 const FORGET_RECORD: &str = "delete from oncebox.idempotency_request \
     where key_digest = :digest and epoch = :epoch and outcome_at is not null \
@@ -67,7 +74,7 @@ const FORGET_BODIES: &str = "delete from oncebox.idempotency_body where key_dige
 const CHANGE_OPERATION: &str = "update oncebox.operation set epoch = epoch + 1, {if stage: state = :stage,} owner = null, \
       lease_until = null, {lease} = null, parked = null, attempts = 0, \
       {if ends: due_at = null, outcome_at = {now}, expires_at = {now},}{unless ends: due_at = {now},} updated_at = {now} \
-    where operation_id = :operation and epoch = :epoch and outcome_at is null \
+    where operation_id = :operation and epoch = :epoch and outcome_at is null and coalesce(parked, '') = :parked \
       {if respects_lease: and (owner is null or {piece lease is over})} \
       and (select count(*) from oncebox.operation_evidence e where e.operation_id = :operation) = :evidence";
 
@@ -126,8 +133,14 @@ impl<S: KeyStore + Phases> KeyOperator for S {
         let mut transaction = self.begin_sql().await?;
         let session = transaction.session();
         let seen = read(session, operation_id).await?;
-        if seen.is_none() && orphans(session, Some(operation_id), 1).await?.is_empty() {
-            return Err(nothing_known());
+        if seen.is_none() {
+            if orphans(session, Some(operation_id), 1).await?.is_empty() {
+                return Err(nothing_known());
+            }
+            // The evidence keeps the key from being run again, so it stays as long as the record.
+            if let Some(record) = session.first(sql(RECORD_OF).bind("operation", operation_id)).await? {
+                return Err(still_stands(&record.get::<Vec<u8>>(0)?, &record.get::<String>(1)?));
+            }
         }
         let word = seen.as_ref().map(|seen| judgement(seen, context)).transpose()?;
         match word.filter(|_| seen.as_ref().is_some_and(|seen| seen.identity.is_some())) {
@@ -145,6 +158,7 @@ impl<S: KeyStore + Phases> KeyOperator for S {
     async fn change_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<Fenced, StoreError> {
         let mut transaction = self.begin_outcome().await?;
         let fenced = match change {
+            _ if !is_locked(transaction.session(), seen).await? => Fenced::LostOwnership,
             KeyChange::Release { against_evidence } => {
                 forget_key(transaction.session(), seen, *against_evidence).await?
             }
@@ -185,8 +199,15 @@ async fn orphans(session: &mut dyn Session, only: Option<Uuid>, limit: u32) -> R
     session.column(sql(ORPHANS).bind("only", only).bind("limit", limit)).await
 }
 
-async fn forget_key(session: &mut dyn Session, seen: &Record, against_evidence: bool) -> Result<Fenced, StoreError> {
+/// Locks the record of a key. Returns false where it is gone, or of another run than was seen.
+async fn is_locked(session: &mut dyn Session, seen: &Record) -> Result<bool, StoreError> {
     records::lock(session, &seen.identity).await?;
+    let is_of_run = sql(IS_OF_RUN).bind("digest", &seen.identity.digest()[..]).bind("operation", seen.operation_id);
+    Ok(session.first(is_of_run).await?.is_some())
+}
+
+/// Deletes the record of a key, which is locked, with all that belongs to it.
+async fn forget_key(session: &mut dyn Session, seen: &Record, against_evidence: bool) -> Result<Fenced, StoreError> {
     let asks_runs = seen.state != State::Completed && !against_evidence;
     let digest = seen.identity.digest();
     let delete = sql(FORGET_RECORD).bind("digest", &digest[..]).bind("epoch", seen.epoch).bind("asks_runs", asks_runs);
@@ -209,6 +230,7 @@ async fn change_operation(
     let update = sql(CHANGE_OPERATION)
         .bind("operation", id)
         .bind("epoch", seen.epoch)
+        .bind("parked", seen.parked.as_deref().unwrap_or_default())
         .bind("stage", stage.map(|stage| stage.as_str()))
         .bind("ends", ends)
         .bind("respects_lease", !change.takes_over())

@@ -85,7 +85,11 @@ fn asked(place: &Place, key: &str, strategy: &str) -> Driven {
 }
 
 fn park(place: &Place, driven: &Driven) {
-    with(place, async |store| store.park(driven, "not-found").await.unwrap());
+    park_as(place, driven, "not-found");
+}
+
+fn park_as(place: &Place, driven: &Driven, reason: &str) {
+    with(place, async |store| store.park(driven, reason).await.unwrap());
 }
 
 fn observe(place: &Place, driven: &Driven, verdict: &str) {
@@ -224,6 +228,45 @@ fn a_purge_of_all_goes_on_to_the_last_and_one_with_a_limit_says_what_it_leaves()
     assert_eq!((done["hashes"].as_array().unwrap().len(), &done["remaining"]), (20, &json!(110)));
     assert!(purge(&["--all", "--yes"]).ok().starts_with("purge 110: "));
     assert_eq!((hashes(&place, &[]), place.audit().len()), (vec![open], 130));
+}
+
+/// While the first key is purged, a sweep deletes another one, and a client uses a third one anew.
+///
+/// Shown by: a key that has changed ends the act of a filter, so nothing is purged.
+#[test]
+fn a_purge_by_a_filter_leaves_alone_what_changed_meanwhile() {
+    let place = Place::migrated();
+    for by in [&["--tenant", "t1"][..], &["--all"]] {
+        for number in 0..5 {
+            edge(&place, &format!("key-{number}"), Some(completed()));
+        }
+        let last = "where key_digest = (select max(key_digest) from oncebox_idempotency_request)";
+        place.sql(&format!(
+            "create trigger meanwhile after delete on oncebox_idempotency_request
+               when (select count(*) from oncebox_idempotency_request) = 4 begin
+               delete from oncebox_idempotency_request {last};
+               update oncebox_idempotency_request set epoch = epoch + 2 {last};
+             end"
+        ));
+        let purged = place.oncebox(&[&["keys", "purge", "--why", "w", "--yes"], by].concat()).run();
+        let said = purged.ok_saying(&["keys that changed or went meanwhile, and are left alone: 2"]);
+        assert!(said.starts_with("purge 3: "), "{said}");
+        assert_eq!(hashes(&place, &[]).len(), 1, "the one that is used anew");
+        place.sql(
+            "drop trigger meanwhile; delete from oncebox_idempotency_request; delete from oncebox_idempotency_body",
+        );
+    }
+    assert_eq!(place.audit().len(), 6);
+    // Who names a key means what was seen of it.
+    let hash = edge(&place, "named", Some(completed()));
+    let other = edge(&place, "other", Some(completed()));
+    place.sql(
+        "create trigger meanwhile after delete on oncebox_idempotency_request begin
+           delete from oncebox_idempotency_request;
+         end",
+    );
+    let named = place.oncebox(&["keys", "purge", &hash, &other, "--why", "w", "--yes"]).run();
+    named.fails(4, &["it has changed meanwhile: look again"]);
 }
 
 #[test]
@@ -368,4 +411,31 @@ fn o9_an_operation_is_resolved_with_its_key_and_a_contradiction_is_listed() {
     place.oncebox(&["operations", "judge", &other, "--why", "w"]).run().fails(4, &["no outcome to judge"]);
     place.oncebox(&["operations", "judge", &driven.operation_id.to_string(), "--why", "looked into it"]).run().ok();
     assert!(ids(&place, &["--conflicts"]).is_empty(), "judged");
+}
+
+// Shown by: a retry that deletes the reason, after which `--not-happened` needs no force; an audit
+// row without it.
+#[test]
+fn o8_what_only_the_reason_of_a_parking_says_is_not_retried_away() {
+    const SAID: &str = "evidence-not-stored: charge send 1: succeeded 201";
+    let place = Place::migrated();
+    let driven = asked(&place, "a", "key");
+    let id = driven.operation_id.to_string();
+    park_as(&place, &driven, SAID);
+    for more in [&[][..], &["--accept-duplicate"]] {
+        let retry = [&["operations", "retry", &id, "--why", "w"], more].concat();
+        place.oncebox(&retry).run().fails(4, &["what the provider said of `charge`: success. Resolve `charge`"]);
+    }
+    let file = place.path().join("answer.json");
+    std::fs::write(&file, "{}").unwrap();
+    let file = file.display().to_string();
+    let resolve = ["operations", "resolve", &id, "--why", "w"];
+    for against in [&["--not-happened", "charge"][..], &["--failed", &file, "--status", "402"]] {
+        let refused = place.oncebox(&[&resolve[..], against].concat()).run();
+        refused.fails(4, &["the evidence of `charge` says the opposite: success"]);
+    }
+    assert_eq!((ids(&place, &["--parked"]).len(), place.audit().len()), (1, 0));
+    place.oncebox(&[&resolve[..], &["--happened", "charge"]].concat()).run().ok();
+    let was = place.column("select detail from oncebox_audit");
+    assert!(was.len() == 1 && was[0].contains(SAID), "{was:?}");
 }

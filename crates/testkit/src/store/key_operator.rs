@@ -112,6 +112,31 @@ pub async fn keys_are_found_by_every_filter<F: Fixture>(trial: &Trial<F>) {
     assert!(paged.len() == 4 && paged.is_sorted_by(|one, next| one < next), "{paged:?}");
 }
 
+/// An operator's word is on the run that was seen. A key that was forgotten begins again at the
+/// same epoch, and its next run is another one.
+///
+/// Shown by: a change that compares key and epoch only.
+pub async fn an_act_on_a_key_changes_no_later_run_of_it<F: Fixture>(trial: &Trial<F>) {
+    let resolve = KeyChange::Resolve { outcome: Box::new(completed()), retention: KEPT, against_evidence: false };
+    let release = KeyChange::Release { against_evidence: false };
+    let purge = KeyChange::Purge { against_evidence: false };
+    for (key, change, state) in [
+        ("released", &release, State::Completed),
+        ("purged", &purge, State::Completed),
+        ("resolved", &resolve, State::UnknownRequiresRecovery),
+    ] {
+        let seen = edge(trial, key, state).await;
+        // Meanwhile somebody else forgets it, and its client comes back.
+        trial.run(&format!("delete from {} where state = '{state}'", trial.table("idempotency_request"))).await;
+        trial.run(&format!("delete from {}", trial.table("idempotency_body"))).await;
+        let next = edge(trial, key, state).await;
+        assert_eq!(next.epoch, seen.epoch);
+        assert!(is_refused(&trial.store.act_on_key(&seen, change, &really()).await), "{key}");
+        assert_eq!(record(trial, &claim(Mode::Edge, key, 1)).await, next, "{key}");
+        trial.store.act_on_key(&next, change, &really()).await.unwrap();
+    }
+}
+
 /// A key that may have had an effect is never forgotten (O11).
 ///
 /// Shown by: calling `change_key` without `act_on_key`; not checking the intents.

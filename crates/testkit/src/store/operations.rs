@@ -1,10 +1,11 @@
 //! Cases of outcomes in the application's own transaction (O2).
 
 use super::key_operator::{conflicts, really};
-use super::keys::{KEPT, SHORT, again, claim, completed, over, record, retryable, run, take};
+use super::keys::{KEPT, SHORT, again, claim, completed, failed, over, record, retryable, run, take};
 use super::phases::run_ended;
 use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
+use oncebox::StoreError;
 use oncebox::operation::{Mode, Retention, State};
 use oncebox::store::{Basis, Bridged, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, RunOutcome};
 use uuid::Uuid;
@@ -141,23 +142,33 @@ pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture
 
 /// Evidence of a run after its lease is no conflict where the record says the same, also when the
 /// key is used anew. Where the record says that the run failed, the evidence stays until a person
-/// has judged it.
+/// has judged it. It cannot be judged while that record stands, because it keeps the key from being
+/// freed.
 ///
-/// Shown by: a claim that keeps, or removes, the evidence in both cases.
+/// Shown by: a claim that keeps, or removes, the evidence in both cases; a judgement that removes
+/// it while the record stands.
 pub async fn a_late_run_is_an_orphan_of_a_key_used_anew_only_where_its_record_said_otherwise<F: Fixture>(
     trial: &Trial<F>,
 ) {
     let gone = Retention { ttl: SHORT, ..KEPT };
     let mut expected = Vec::new();
-    for (key, outcome) in [("agrees", completed()), ("differs", retryable())] {
+    for (key, outcome) in [("agrees", completed()), ("differs", retryable()), ("fails", failed())] {
         let claim = claim(Mode::Edge, key, 1);
         let owner = take(trial, &claim).await;
         trial.store.observe_run(&run_ended(owner.operation_id, "success")).await.unwrap();
         assert_eq!(trial.store.finish(&owner, &outcome, &gone).await.unwrap(), Fenced::Done);
+        let judged = trial.store.judge(owner.operation_id, &really()).await;
+        assert!(matches!(judged, Err(StoreError::Refused(_))), "{key}: {judged:?}");
+        assert_eq!(trial.store.runs_of(owner.operation_id).await.unwrap().len(), 1, "{key}");
         let seen = over(trial, &claim).await;
         let claimed = trial.store.claim(&again(&claim), Basis::Anew(&seen)).await.unwrap();
         assert!(claimed.is_some(), "{key}");
-        expected.extend((key == "differs").then_some(seen.operation_id));
+        expected.extend((key != "agrees").then_some(seen.operation_id));
     }
+    expected.sort_unstable();
     assert_eq!(conflicts(trial).await.1, expected);
+    for id in expected {
+        trial.store.judge(id, &really()).await.unwrap();
+    }
+    assert_eq!(conflicts(trial).await, (vec![], vec![]), "their records are gone");
 }

@@ -12,7 +12,7 @@ use crate::operation::phased::evidence::{self, By, Observation};
 use crate::operation::phased::provider::{Asked, Call, Sent};
 use crate::operation::port::Fenced;
 use crate::operation::port::evidence::NewEvidence;
-use crate::operation::port::phases::{StoredIntent, StoredOperation};
+use crate::operation::port::phases::{StoredIntent, StoredOperation, unstored};
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::provider::{Answer, KeyWindow, QueryAnswer, Settled, Verdict};
 use crate::time::pace::Pace;
@@ -30,13 +30,6 @@ fn is_vain(verdict: Verdict) -> bool {
 /// Whether this verdict may decide the outcome of the effect.
 fn proves(verdict: Verdict) -> bool {
     matches!(verdict, Verdict::Succeeded | Verdict::Failed | Verdict::Refused | Verdict::Mismatch)
-}
-
-/// The reason to park an operation whose evidence could not be stored; it holds the evidence
-/// itself.
-fn unstored(effect: &Declared, send: u32, verdict: Verdict, status: Option<u16>) -> String {
-    let status = status.map(|status| format!(" {status}")).unwrap_or_default();
-    format!("evidence-not-stored: {} send {send}: {}{status}", effect.name, verdict.name())
 }
 
 /// The error of a drive that a stop ended before the database took what it had to say.
@@ -270,7 +263,7 @@ impl Driver {
             }
             // The proof becomes the reason of a parked operation, so an operator sees it. If
             // parking fails too, storing is retried until this process stops.
-            if !patient && self.park(&unstored(effect, send, verdict, status)).await.ok() == Some(End::Parked) {
+            if !patient && self.park(&unstored(effect.name, send, verdict, status)).await.ok() == Some(End::Parked) {
                 return Ok(false);
             }
             tokio::time::sleep(pace.next_wait()).await;
