@@ -163,6 +163,21 @@ pub(crate) fn is_unavailable(error: &sqlx::Error) -> bool {
     transient(error) == Some(Transient::Unavailable)
 }
 
+/// Whether a COMMIT that failed so has certainly changed nothing: SQLite finds no room in the file,
+/// or may not write to it, before the transaction is in its log, and rolls back. After its other
+/// errors the log may have the transaction, for example where it was written and the sync failed.
+#[cfg_attr(
+    not(any(feature = "sqlite", feature = "embedded")),
+    expect(unused_variables, reason = "of a server this is not known")
+)]
+pub(crate) fn is_commit_undone(error: &sqlx::Error) -> bool {
+    #[cfg(any(feature = "sqlite", feature = "embedded"))]
+    if let sqlx::Error::Database(error) = error {
+        return sqlite_code(error.as_ref()).is_some_and(|code| matches!(code & 0xff, 8 | 13)); // READONLY, FULL
+    }
+    false
+}
+
 /// Whether the server takes no writes, as one that was a primary before a failover.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) fn is_read_only(error: &sqlx::Error) -> bool {
@@ -224,10 +239,17 @@ fn of_database(error: &dyn DatabaseError) -> Option<Transient> {
         return of_mysql(error.number());
     }
     #[cfg(any(feature = "sqlite", feature = "embedded"))]
-    if error.try_downcast_ref::<sqlx::sqlite::SqliteError>().is_some() {
-        return error.code().and_then(|code| code.parse().ok()).and_then(of_sqlite);
+    if let Some(code) = sqlite_code(error) {
+        return of_sqlite(code);
     }
     of_sqlstate(error.code().as_deref()?)
+}
+
+/// The extended result code of SQLite; `None` for an error of another database.
+#[cfg(any(feature = "sqlite", feature = "embedded"))]
+fn sqlite_code(error: &dyn DatabaseError) -> Option<i32> {
+    error.try_downcast_ref::<sqlx::sqlite::SqliteError>()?;
+    error.code()?.parse().ok()
 }
 
 fn of_sqlstate(code: &str) -> Option<Transient> {
