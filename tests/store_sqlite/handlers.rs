@@ -88,8 +88,8 @@ async fn the_commit_guard_ends_with_a_rollback_that_was_given_up() {
     assert!(trial.effects("m").await <= 20);
 }
 
-/// The index of a full-text table asks for its pages at COMMIT. Shown by: a full disk as a COMMIT of
-/// unknown outcome, after which a message is told as dead that is stored nowhere.
+/// The index of a full-text table asks for its pages at COMMIT. Shown by: a full disk as a COMMIT
+/// of unknown outcome, after which a message is told as dead that is stored nowhere.
 #[tokio::test]
 async fn g12_a_commit_that_finds_no_room_is_known_to_have_changed_nothing() {
     let trial = Trial::<SqliteFile>::start("no room").await.unwrap();

@@ -57,8 +57,8 @@ struct Source {
     end: Option<i64>,
     /// True once the broker reported that this end was reached.
     ended: bool,
-    /// True where it had no leader when it began, or when that was asked last, and nothing was heard
-    /// of it since.
+    /// True where it had no leader when it began, or when that was asked last, and nothing was
+    /// heard of it since.
     leaderless: bool,
     paused: bool,
     /// True where the caller handles nothing of it: it is paused, and it is waited for no more.

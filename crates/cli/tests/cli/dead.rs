@@ -540,8 +540,8 @@ fn a_redrive_says_what_became_of_each_message() {
     consumer.stop().ok();
 }
 
-/// Shown by looking for an entry in the history, which SQLite does not keep of the outbox: `released,
-/// and not tried yet` after a minute.
+/// Shown by looking for an entry in the history, which SQLite does not keep of the outbox: after a
+/// minute it was `released, and not tried yet`.
 #[test]
 fn a_redrive_of_the_outbox_says_that_the_broker_refused_the_message_again_or_took_it() {
     let place = Place::migrated();
