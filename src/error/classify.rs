@@ -162,6 +162,13 @@ pub(crate) fn is_unavailable(error: &sqlx::Error) -> bool {
     transient(error) == Some(Transient::Unavailable)
 }
 
+/// Whether a COMMIT that failed so has certainly changed nothing: SQLite finds no room in the file,
+/// or may not write to it, before the transaction is in its log, and rolls back. After its other
+/// errors the log may have the transaction, for example where it was written and the sync failed.
+pub(crate) fn is_commit_undone(error: &sqlx::Error) -> bool {
+    matches!(code_of(error), Some(Code::Sqlite(code)) if matches!(code & 0xff, 8 | 13)) // READONLY, FULL
+}
+
 /// Whether the server takes no writes, as one that was a primary before a failover.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) fn is_read_only(error: &sqlx::Error) -> bool {

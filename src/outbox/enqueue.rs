@@ -9,6 +9,7 @@ use uuid::Uuid;
 
 use super::hint::hint;
 use crate::error::StoreError;
+use crate::error::classify::is_commit_undone;
 use crate::message::NewMessage;
 
 /// An e-mail to be sent once.
@@ -96,10 +97,11 @@ pub async fn commit<Db: Database>(transaction: Transaction<'_, Db>) -> Result<()
     outcome
 }
 
-/// Converts an error of COMMIT: after a lost connection the outcome is unknown.
+/// Converts an error of COMMIT: after a lost connection the outcome is unknown. After a full disk
+/// of SQLite it is known: nothing was changed.
 pub(crate) fn commit_error(error: sqlx::Error) -> StoreError {
     match StoreError::from(error) {
-        StoreError::Unavailable(error) => StoreError::CommitUnknown(error),
+        StoreError::Unavailable(error) if !is_commit_undone(&error) => StoreError::CommitUnknown(error),
         other => other,
     }
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use oncebox::store::{DeadFilter, DeadMessage, DeadState};
-use oncebox::{ConsumerOptions, Message};
+use oncebox::{ConsumerOptions, HandlerError, Message};
 
 use super::kit::{
     Act, Does, HANGS, SOON, Sql, World, consumer_options, fails, on_mariadb, on_postgres, on_servers, sqlite,
@@ -260,4 +260,36 @@ async fn r27_a_database_that_is_read_only_for_everybody_is_waited_for_and_nothin
         consumer.end().await;
     })
     .await;
+}
+
+/// As on a full disk of SQLite: every statement works, and no COMMIT does. Shown by: a proof that
+/// the database works which rolls back (the message was to be stored as waiting, and was not tried
+/// again).
+#[tokio::test]
+async fn r27_a_database_that_commits_for_nobody_is_waited_for_and_nothing_is_stored() {
+    let (heard, _hearing) = super::observed::hear();
+    let world = sqlite().await;
+    // Refused at COMMIT only, and also where the row of the inbox is gone by then.
+    let full = "create table room (id integer primary key);
+        create table taken (id references room deferrable initially deferred);
+        create trigger takes after insert on oncebox_inbox begin insert into taken values (1); end";
+    world.run(full).await;
+    let tries = Arc::new(AtomicU32::new(0));
+    let is_full = Arc::new(AtomicBool::new(true));
+    let (count, fails) = (Arc::clone(&tries), Arc::clone(&is_full));
+    let act = move |_: &str, _: &Message| {
+        count.fetch_add(1, Ordering::Relaxed);
+        let error = || HandlerError::transient("database or disk is full");
+        if fails.load(Ordering::Relaxed) { Act::Fail(error()) } else { Act::Done }
+    };
+    world.deliver_all(&["a1"]);
+    let consumer = world.consumer(consumer_options(), Does(act));
+    // Three times in its batch, and three times alone would have been the end of it.
+    eventually("it is tried on", SOON, || async { (tries.load(Ordering::Relaxed) > 7).then_some(()) }).await;
+    world.run("insert into room values (1)").await;
+    is_full.store(false, Ordering::Relaxed);
+    world.until_effects(&["a1"]).await;
+    consumer.end().await;
+    let waits = heard.metric("oncebox_deliveries_total", &[("consumer", "ledger"), ("outcome", "retried")]);
+    assert_eq!((waits as u64, world.consumer_status().await.waiting), (0, 0));
 }

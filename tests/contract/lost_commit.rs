@@ -4,7 +4,10 @@
 use oncebox::store::{OperatorAct, StoreOptions};
 use oncebox_testkit::memory::Fault;
 
-use super::kit::{Act, Behind, Does, SOON, Sql, behind_a_proxy, consumer_options, relay_options};
+use super::kit::{
+    Act, Behind, Does, SOON, Sql, behind_a_proxy, consumer_options, fails, on_mariadb, on_postgres, relay_options,
+};
+use super::observed::{Heard, hear};
 use super::proxy::{Failure, When};
 use super::support::eventually;
 
@@ -40,6 +43,47 @@ async fn a_redrive_sends_it<S: Sql>(behind: Behind<S>) {
     direct.until_status("nothing is dead", |status| status.dead + status.held + status.pending == 0).await;
     relay.end().await.unwrap();
     through.store.close().await;
+}
+
+/// A retrier stores a message as dead after its last try, and the answer to its COMMIT is lost. Its
+/// next look finds nothing of it to do. Shown by: telling of it only after an answer.
+async fn a_death_is_told_once<S: Sql>(behind: Behind<S>, heard: Heard) {
+    let Behind { direct, through, proxy } = behind;
+    // Only the transaction of a retrier that makes its message dead has this text.
+    let (pg, my) = ("waiting where sequence = $1 and lease = $2", "waiting where sequence = ? and lease = ?");
+    let of_retrier = if S::NAME == "postgres" { pg } else { my };
+    proxy.fail_times_at(1, of_retrier, "COMMIT", When::BeforeAnswer, Failure::Cut);
+    direct.deliver_all(&["a1"]);
+    let consumer = through.consumer(consumer_options(), Does(|_: &str, _: &oncebox::Message| fails()));
+    direct.until_consumer("it is dead", |ledger| ledger.dead == 1).await;
+    let told = || {
+        let said = heard.said();
+        let of_it = said.iter().filter(|said| said.level == tracing::Level::ERROR);
+        of_it.filter(|said| said.fields.get("message").is_some_and(|text| text.contains("a message is dead"))).count()
+    };
+    eventually("it is told", SOON, || async { (proxy.has_failed() && told() > 0).then_some(()) }).await;
+    consumer.end().await;
+    let counted = heard.metric("oncebox_deliveries_total", &[("consumer", "ledger"), ("outcome", "dead")]);
+    assert_eq!((told(), counted as u64), (1, 1));
+    through.store.close().await;
+}
+
+#[tokio::test]
+async fn g10_a_message_whose_last_retry_ended_in_a_commit_without_a_reply_is_told_as_dead_on_postgres() {
+    let (heard, _hearing) = hear();
+    on_postgres("g10_told_as_dead", |world| async move {
+        a_death_is_told_once(Behind::new(world, "sslmode=disable", StoreOptions::new("")).await, heard).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn g10_a_message_whose_last_retry_ended_in_a_commit_without_a_reply_is_told_as_dead_on_mariadb() {
+    let (heard, _hearing) = hear();
+    on_mariadb("g10_told_as_dead", |world| async move {
+        a_death_is_told_once(Behind::new(world, "ssl-mode=DISABLED", StoreOptions::new("")).await, heard).await;
+    })
+    .await;
 }
 
 fn patient() -> StoreOptions {

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use oncebox::StoreError;
 use oncebox::message::MessageId;
 use oncebox::store::{Base, Inbox, InboxEntry, InboxTx, Proof, StoreOptions};
 use oncebox_testkit::store::{Fixture, Trial};
@@ -85,6 +86,29 @@ async fn the_commit_guard_ends_with_a_rollback_that_was_given_up() {
     }
     assert_eq!(trial.effects("later").await, 40);
     assert!(trial.effects("m").await <= 20);
+}
+
+/// The index of a full-text table asks for its pages at COMMIT. Shown by: a full disk as a COMMIT
+/// of unknown outcome, after which a message is told as dead that is stored nowhere.
+#[tokio::test]
+async fn g12_a_commit_that_finds_no_room_is_known_to_have_changed_nothing() {
+    let trial = Trial::<SqliteFile>::start("no room").await.unwrap();
+    trial.run("create virtual table words using fts4(text, content='')").await;
+    let write = "with recursive n (i) as (select 1 union all select i + 1 from n where i < 3000)
+        insert into words (docid, text) select 1, group_concat('w' || i, ' ') from n";
+    for room in [1, 1_000_000] {
+        let (mut tx, id) = begin(&trial).await;
+        // Fewer pages than there are mean that the file may not grow.
+        run(&mut tx, &format!("pragma max_page_count = {room}")).await.unwrap();
+        run(&mut tx, write).await.unwrap();
+        assert_eq!(tx.prove().await.unwrap(), Proof::Same);
+        let committed = tx.commit().await;
+        match room {
+            1 => assert!(matches!(&committed, Err(StoreError::Unavailable(_))), "{committed:?}"),
+            _ => committed.unwrap(),
+        }
+        assert_eq!(is_known(&trial, id).await, room > 1);
+    }
 }
 
 /// sqlx makes savepoints of them.

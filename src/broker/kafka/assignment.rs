@@ -57,7 +57,8 @@ struct Source {
     end: Option<i64>,
     /// True once the broker reported that this end was reached.
     ended: bool,
-    /// True while nothing was heard of a partition that had no leader when it began.
+    /// True where it had no leader when it began, or when that was asked last, and nothing was
+    /// heard of it since.
     leaderless: bool,
     paused: bool,
     /// True where the caller handles nothing of it: it is paused, and it is waited for no more.
@@ -304,7 +305,22 @@ impl Assignment {
         }
     }
 
-    /// How many partitions had no leader when they began and are not heard of since; one of them.
+    /// The partitions that have begun and are not refused.
+    pub(super) fn begun(&self) -> Vec<PartitionId> {
+        let begun = self.sources().filter(|source| source.next.is_some() && !source.refused);
+        begun.map(|source| source.id.clone()).collect()
+    }
+
+    /// Notes of each of these partitions whether it has a leader, as the broker has told.
+    pub(super) fn note_leaders(&mut self, asked: &[PartitionId], has_leader: impl Fn(&PartitionId) -> bool) {
+        for id in asked {
+            if let Some(source) = self.assigned(id) {
+                source.leaderless = !has_leader(id);
+            }
+        }
+    }
+
+    /// How many partitions have no leader and are not heard of since that was found; one of them.
     pub(super) fn leaderless(&self) -> Option<(usize, &PartitionId)> {
         let mut leaderless = self.sources().filter(|source| source.leaderless && !source.refused);
         let first = leaderless.next()?;
@@ -471,6 +487,30 @@ mod tests {
         assert_eq!(due(&mut all), [("t".to_owned(), 1, 2)]);
         let again = all.assign(&partitions(&[("t", 0)]));
         assert_eq!(all.deliver("t", 0, 0, 10), Some(again[0].clone()), "refused once, not for ever");
+    }
+
+    #[test]
+    fn a_partition_that_loses_its_leader_is_named_until_it_has_one_or_is_heard_of() {
+        let mut all = Assignment::default();
+        let ids = all.assign(&partitions(&[("t", 0), ("t", 1), ("t", 2), ("u", 0)]));
+        all.begin(&ids[0], 0, 0);
+        all.begin(&ids[1], 0, 0);
+        all.begin(&ids[2], 0, 0);
+        all.refuse(&ids[2]);
+        let asked = all.begun();
+        assert_eq!(asked, ids[..2], "one is refused, and one has not begun");
+        all.note_leaders(&asked, |id| id.partition == 0);
+        assert_eq!(all.leaderless(), Some((1, &ids[1])));
+        all.note_leaders(&asked, |_| true);
+        assert_eq!(all.leaderless(), None);
+        all.note_leaders(&asked, |_| false);
+        assert_eq!(all.leaderless().map(|(count, _)| count), Some(2));
+        all.deliver("t", 0, 0, 1);
+        assert_eq!(all.leaderless(), Some((1, &ids[1])), "the other one is heard of");
+        let again = all.assign(&partitions(&[("t", 1)]));
+        all.note_leaders(&asked, |_| false);
+        assert_eq!(all.leaderless(), Some((1, &ids[0])), "what was asked of an earlier assignment is over");
+        assert!(!all.begun().contains(&again[0]));
     }
 
     /// Shown by: forgetting what is in flight, as for a refused partition (it was never committed).

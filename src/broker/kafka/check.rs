@@ -44,7 +44,11 @@ fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<Find
         let metadata = asker.metadata(Some(topic))?;
         let found = topology::find(&metadata, topic);
         match topology::state(found) {
-            TopicState::Ready => present.push((topic, found.map_or(0, copies))),
+            TopicState::Ready => {
+                let away: Vec<i32> = found.into_iter().flat_map(topology::leaderless).collect();
+                findings.extend(leaders(config, topic, &away));
+                present.push((topic, found.map_or(0, copies)));
+            }
             TopicState::NotReady(reason) => findings.push(Finding::warning(
                 format!("kafka topic {topic}"),
                 format!("cannot be used: {reason}; what is published to it is held, its consumers wait"),
@@ -98,6 +102,20 @@ fn reachable(config: &KafkaConfig, asker: &Asker) -> Result<Finding, BrokerError
 /// The smallest number of copies that a partition of the topic has.
 fn copies(topic: &MetadataTopic) -> usize {
     topic.partitions().iter().map(|partition| partition.replicas().len()).min().unwrap_or(0)
+}
+
+/// The finding for partitions that have no leader, where the other ones of their topic have one.
+fn leaders(config: &KafkaConfig, topic: &str, away: &[i32]) -> Option<Finding> {
+    let first = away.first()?;
+    let servers = config.bootstrap();
+    Some(Finding::warning(
+        format!("kafka topic {topic}: leaders"),
+        format!("partitions without a leader: {}, {first} among them; what is in them is not consumed", away.len()),
+        format!(
+            "start the brokers that have their copies: `kafka-topics.sh --bootstrap-server {servers} --describe \
+             --topic {topic} --unavailable-partitions` names them"
+        ),
+    ))
 }
 
 fn of_topic(config: &KafkaConfig, topic: &str, copies: usize, settings: &TopicSettings) -> Vec<Finding> {
@@ -229,6 +247,15 @@ mod tests {
         assert!(told(3, &[("min.insync.replicas", "1")]).contains("--add-config min.insync.replicas=2"));
         assert!(told(3, &[("unclean.leader.election.enable", "true")]).contains("can be lost"));
         assert!(told(3, &[("max.message.bytes", "20000")]).contains("20000 bytes at most"));
+    }
+
+    #[test]
+    fn partitions_without_a_leader_are_named_with_the_command_that_shows_their_brokers() {
+        let config = KafkaConfig::from_url("kafka://a:1").unwrap();
+        assert_eq!(leaders(&config, "t", &[]), None);
+        let found = leaders(&config, "t", &[1, 4]).unwrap();
+        assert!(found.detail.starts_with("partitions without a leader: 2, 1 among them"), "{found:?}");
+        assert!(found.remedy.unwrap().contains("--topic t --unavailable-partitions"));
     }
 
     #[test]

@@ -24,9 +24,15 @@ use super::{properties, topology};
 use crate::broker::{Begun, Event, PartitionId, Subscriber, Subscription, TopicState};
 use crate::error::BrokerError;
 use crate::inbox::rules::position::{BrokerOffsets, Position, start};
+use crate::task;
+use crate::time::pace::sleep_unless;
 
 const CLOSE_DEADLINE: Duration = Duration::from_secs(10);
 const ASK_AGAIN: Duration = Duration::from_millis(100);
+/// How often it is asked whether each partition has a leader.
+const ASK_LEADERS: Duration = Duration::from_secs(60);
+/// The same while one has none, so that this is not shown for long once it has one.
+const ASK_LEADERS_AGAIN: Duration = Duration::from_secs(5);
 
 pub(super) struct KafkaSubscriber {
     _leaves: LeavesOnDrop,
@@ -75,6 +81,7 @@ impl KafkaSubscriber {
             Ok((weak, ended))
         })
         .await?;
+        drop(task::spawn(watch_leaders(Arc::clone(&shared), consumer.clone(), ended.clone())));
         let (config, unbegun) = (Arc::clone(config), Vec::new());
         Ok(Self { _leaves: leaves, shared, events, consumer, ended, config, unbegun })
     }
@@ -219,6 +226,43 @@ impl Subscriber for KafkaSubscriber {
             );
         }
     }
+}
+
+/// Asks until the subscriber ends which partitions have no leader. librdkafka waits for a leader by
+/// itself, and says nothing.
+async fn watch_leaders(
+    shared: Arc<PollerState>,
+    consumer: Weak<BaseConsumer<MemberContext>>,
+    ended: CancellationToken,
+) {
+    let pause = || match shared.assignment().leaderless() {
+        Some(_) => ASK_LEADERS_AGAIN,
+        None => ASK_LEADERS,
+    };
+    while sleep_unless(&ended, pause()).await {
+        let (consumer, shared) = (consumer.clone(), Arc::clone(&shared));
+        if let Err(error) = blocking::run(move || look_for_leaders(&consumer, &shared)).await {
+            tracing::debug!(%error, "it is not known which kafka partitions have a leader");
+        }
+    }
+}
+
+fn look_for_leaders(consumer: &Weak<BaseConsumer<MemberContext>>, shared: &PollerState) -> Result<(), BrokerError> {
+    let begun = shared.assignment().begun();
+    let Some(consumer) = consumer.upgrade() else { return Ok(()) };
+    let topics: BTreeSet<&str> = begun.iter().map(|source| &*source.place).collect();
+    let topics: Vec<&str> = topics.into_iter().collect();
+    let answers = topology::asked(&topics, |topic| {
+        let answer = consumer.fetch_metadata(topic, ASK_DEADLINE);
+        answer.map_err(|error| BrokerError::Unavailable(format!("leaders of kafka partitions: {error}")))
+    })?;
+    let found = topology::by_name(&answers);
+    let is_away = |source: &PartitionId| {
+        let topic = found.get(&*source.place);
+        topic.is_some_and(|topic| topology::leaderless(topic).any(|partition| partition == source.partition))
+    };
+    shared.assignment().note_leaders(&begun, |source| !is_away(source));
+    Ok(())
 }
 
 /// The offsets that the broker has for these partitions, in their order. Retries up to a deadline,

@@ -200,6 +200,11 @@ pub(super) fn state(topic: Option<&MetadataTopic>) -> TopicState {
     }
 }
 
+/// The partitions of a topic that have no leader.
+pub(super) fn leaderless(topic: &MetadataTopic) -> impl Iterator<Item = i32> {
+    topic.partitions().iter().filter(|partition| partition.leader() < 0).map(MetadataPartition::id)
+}
+
 /// How many partitions a topic has: 0 where it does not exist, `None` where that is not told.
 pub(super) fn partitions(topic: Option<&MetadataTopic>) -> Option<usize> {
     use RDKafkaErrorCode::{UnknownTopic, UnknownTopicOrPartition};

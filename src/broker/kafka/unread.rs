@@ -14,6 +14,7 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use super::client::{self, ASK_DEADLINE};
 use super::config::KafkaConfig;
 use super::context::AskContext;
+use super::topology;
 use crate::broker::{BETWEEN_LOOKS, Subscription};
 
 const POLL: Duration = Duration::from_millis(100);
@@ -48,25 +49,28 @@ impl<'a> Looker<'a> {
     }
 
     /// Partitions with records that are not acknowledged; `None` where the broker does not tell.
+    /// Partitions without a leader are left out, because nobody can tell of them: they have a
+    /// finding of their own.
     pub(super) fn unread(&self) -> Option<Vec<Unread>> {
         let mut list = TopicPartitionList::new();
         for topic in self.topics {
             let metadata = self.reader.fetch_metadata(Some(topic), ASK_DEADLINE).ok()?;
-            for found in metadata.topics().iter().filter(|found| found.name() == topic) {
-                list.add_partition_range(topic, 0, i32::try_from(found.partitions().len()).ok()?.checked_sub(1)?);
+            let partitions = topology::find(&metadata, topic).map_or(&[][..], |found| found.partitions());
+            for partition in partitions.iter().filter(|partition| partition.leader() >= 0) {
+                list.add_partition(topic, partition.id());
             }
         }
         let committed = self.reader.committed_offsets(list, ASK_DEADLINE).ok()?;
-        let unread = committed.elements().into_iter().filter_map(|place| {
+        let unread = committed.elements().into_iter().map(|place| {
             let (topic, partition) = (place.topic().to_owned(), place.partition());
             let (first, end) = self.reader.fetch_watermarks(&topic, partition, ASK_DEADLINE).ok()?;
             let from = match place.offset() {
                 Offset::Offset(offset) => offset.max(first),
                 _ => first,
             };
-            (end > from).then_some(Unread { topic, partition, from, end })
+            Some((end > from).then_some(Unread { topic, partition, from, end }))
         });
-        Some(unread.collect())
+        Some(unread.collect::<Option<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
     /// Describes the first partition with a readable record, if none of these partitions made

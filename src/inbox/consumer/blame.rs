@@ -85,13 +85,24 @@ pub(super) fn lasting(error: &impl std::fmt::Display) -> String {
     format!("{error}; the database works for others, and no try is counted for a failure of this kind")
 }
 
-/// Whether the database works for others: inserts a row into the inbox and rolls back.
+/// Whether the database works for others: commits a transaction that inserts a row into the inbox
+/// and deletes it again. Without the commit SQLite would write nothing to its file, and a full disk
+/// would look well.
 async fn works(shared: &Shared, consumer: ConsumerId) -> bool {
+    let id = MessageId::new();
     let work = async {
         let mut tx = shared.store.begin(consumer).await?;
-        let inserted = tx.admit(&[InboxEntry { id: MessageId::new(), hash: [0; 16] }]).await;
-        roll_back(tx).await;
-        inserted.map(drop)
+        let written = async {
+            tx.admit(&[InboxEntry { id, hash: [0; 16] }]).await?;
+            tx.forget(&[id]).await
+        };
+        match written.await {
+            Ok(()) => tx.commit().await,
+            Err(error) => {
+                roll_back(tx).await;
+                Err(error)
+            }
+        }
     };
     let worked: Result<Result<(), StoreError>, _> = tokio::time::timeout(WORKS_MAX, work).await;
     matches!(worked, Ok(Ok(())))

@@ -391,10 +391,14 @@ impl Retrier {
             }
             Some(Owed::Bury(head, reason, error)) => {
                 let holds = shared.options.holds();
-                if shared.store.bury(head, reason, &error.message, holds).await? {
+                let buried = shared.store.bury(head, reason, &error.message, holds).await;
+                // Also where nobody knows whether it is stored: the next try would find it done,
+                // and say nothing.
+                if matches!(buried, Ok(true) | Err(StoreError::CommitUnknown(_))) {
                     tracing::error!(consumer = %shared.options.name, id = %head.message.id, sent_id = %head.message.id_text, topic = %head.message.topic, reason, holds, %error, "a message is dead");
                     observe::delivered(&shared.options.name, DeliveryOutcome::Dead, 1);
                 }
+                buried?;
             }
         }
         self.owed = None;

@@ -7,7 +7,7 @@ use chrono::{DateTime, Utc};
 
 use super::{State, found};
 use oncebox::app::AppError;
-use oncebox::store::{DeadState, Duties};
+use oncebox::store::{DeadMessage, DeadPlace, DeadState, Duties};
 
 /// What became of a message that was redriven.
 pub(super) enum Became {
@@ -69,8 +69,7 @@ pub(super) async fn what_became(
                 None => Became::Handled,
                 Some(message) => {
                     let before = last_tries.get(&number).copied().flatten();
-                    let failed = message.history.last().filter(|entry| before < Some(entry.at));
-                    failed.map_or(Became::Open, |entry| Became::Failed(message.state, entry.error.clone()))
+                    failed_since(&message, before).map_or(Became::Open, |error| Became::Failed(message.state, error))
                 }
             };
             if now.is_open() && !is_over {
@@ -84,4 +83,14 @@ pub(super) async fn what_became(
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
+}
+
+/// The error of a try that failed after this last one; `None` where there was no such try. SQLite
+/// keeps no history of the outbox. There the redrive left a request, and the relay takes it away
+/// with the row, or with the state and the reason of a try that failed. A row that is only to be
+/// sent alone has no reason.
+fn failed_since(message: &DeadMessage, before: Option<DateTime<Utc>>) -> Option<String> {
+    let tried = message.history.last().filter(|entry| before < Some(entry.at));
+    let is_tried = message.place == DeadPlace::Outbox && message.requested.is_none();
+    tried.map(|entry| entry.error.clone()).or_else(|| message.error.clone().filter(|_| is_tried))
 }

@@ -540,6 +540,26 @@ fn a_redrive_says_what_became_of_each_message() {
     consumer.stop().ok();
 }
 
+/// Shown by looking for an entry in the history, which SQLite does not keep of the outbox: after a
+/// minute it was `released, and not tried yet`.
+#[test]
+fn a_redrive_of_the_outbox_says_that_the_broker_refused_the_message_again_or_took_it() {
+    let place = Place::migrated();
+    dead_in_the_outbox(&place, 1, "-1 minute");
+    // As long as a record may be, without its key.
+    place.sql("update oncebox_outbox_dead set payload = zeroblob(64 * 1024 * 1024)");
+    let publisher = place.publisher(&[]).start();
+    let redrive = || place.oncebox(&["dead", "redrive", "o1", "--wait", "60s", "--why", "x"]).run();
+    let again = redrive();
+    let said = "redrive 1: o1\no1: dead again: the message has ";
+    assert!(again.stdout.starts_with(said), "{}", again.stdout);
+    assert!(!again.stderr.contains("within"), "{}", again.stderr);
+    again.ends_with(3, &["not every message was handled or sent"]);
+    place.sql("update oncebox_outbox_dead set payload = cast('{}' as blob)");
+    assert_eq!(redrive().ok(), "redrive 1: o1\no1: sent\n");
+    publisher.stop().ok();
+}
+
 /// Shown by: `unknown` where no variable names the user, as in a container.
 #[test]
 fn who_acts_is_the_number_of_the_user_where_no_variable_has_a_name() {
