@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use oncebox::broker::Broker;
@@ -13,6 +14,7 @@ use tokio::sync::Semaphore;
 
 use super::kit::{Running, SOON, Sql, World, first_occurrences, message, on_servers, relay_options, sqlite};
 use super::observed::Heard;
+use super::relay_marks::counted;
 use super::support::eventually;
 use super::troubled::Troubled;
 
@@ -593,4 +595,31 @@ async fn r17_a_message_that_is_being_sent_when_an_operator_discards_it_is_shown_
     assert_eq!(acts, ["relay release", "test discard"]);
     let said = events(&heard, "sent before its discard could be carried out");
     assert_eq!(said.iter().map(|fields| fields["id"].clone()).collect::<Vec<_>>(), [ids[0].to_string()]);
+}
+
+/// The next owner takes the lease and deletes a row between two steps of the last one. Shown to
+/// fail: the last one said of the row that somebody had deleted it by hand.
+#[tokio::test]
+async fn g9_a_relay_that_lost_its_lease_takes_no_row_of_the_next_owner_for_deleted_by_hand() {
+    let (heard, _hearing) = super::observed::hear();
+    let world = sqlite().await;
+    world.broker.faults().missing_topic("t", true);
+    let (relay, counts) = counted(&world, relay_options());
+    world.enqueue("t", &["a1"]).await;
+    world.until_status("held", |status| status.held == 1).await;
+    let gate = counts.gate.lock().await;
+    world.broker.faults().missing_topic("t", false);
+    eventually("it reads the row for a trial", SOON, || async {
+        (counts.held.load(Ordering::SeqCst) > 0).then_some(())
+    })
+    .await;
+    world.run("update oncebox_shard set lease_until = 0").await;
+    let mut other = world.other_owner().await;
+    let discarded = other.diverted(10).await.unwrap().into_iter().map(|row| row.position).collect();
+    other.checkpoint(Mark { discarded, ..Mark::default() }).await.unwrap();
+    drop(gate);
+    eventually("it stands by", SOON, || async { world.says("standing by").then_some(()) }).await;
+    assert_eq!(events(&heard, "the lease is lost").len(), 1);
+    assert_eq!(events(&heard, "gone from the table").len(), 0);
+    relay.end().await.unwrap();
 }
