@@ -109,7 +109,9 @@ pub struct Mark {
     pub through: Option<u64>,
     /// Rows of those batches that are copied as a whole to the dead and held table.
     pub diverted: Vec<(i64, Diversion)>,
-    /// Positions of dead or held rows that the broker has proven now: they leave that table.
+    /// Positions of dead or held rows that the broker has proven now: they leave that table. Where
+    /// an operator asked to discard one of them meanwhile, an audit row with the act `release` says
+    /// that it was sent.
     pub released: Vec<i64>,
     /// Rows of the dead and held table whose state or reason changes (a released row that was
     /// refused again). It ends a request to redrive the row, not one to discard it.

@@ -97,6 +97,8 @@ impl Memory {
 const TOPICS: &str = "topics";
 const GAPS: &str = "gaps";
 const HOUSEKEEPING: &str = "housekeeping";
+/// What is shown while the broker says nothing to a client that opens a session.
+const NO_SESSION: &str = "waits for the broker: it does not answer, and no session with it is open";
 /// After so many sessions in a row that ended in doubt without a mark, the relay is not ready.
 const DOUBTS_SHOWN: u32 = 2;
 
@@ -185,7 +187,7 @@ impl Relay {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(10));
         loop {
             let opened = tokio::select! {
-                opened = self.broker.publisher() => opened,
+                (opened, _) = shown(self, NO_SESSION, self.broker.publisher()) => opened,
                 () = stop.cancelled() => return Ok(None),
             };
             match opened {
@@ -331,7 +333,8 @@ impl Relay {
     }
 
     async fn broker_answers(&self) -> bool {
-        match tokio::time::timeout(Duration::from_secs(10), self.broker.publisher()).await {
+        let asked = tokio::time::timeout(Duration::from_secs(10), self.broker.publisher());
+        match shown(self, NO_SESSION, asked).await.0 {
             Ok(Ok(publisher)) => {
                 publisher.close().await;
                 true

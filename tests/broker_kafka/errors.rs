@@ -120,6 +120,19 @@ async fn a_broker_that_is_away_blocks_and_is_no_failure() {
     publisher.close().await;
 }
 
+/// Shown to fail: the client did not say that a broker answered it, so it was away until something
+/// was sent.
+#[tokio::test]
+async fn a_broker_that_was_away_is_back_also_for_a_publisher_that_sends_nothing() {
+    let (mock, broker) = mock("t");
+    let publisher = ready(&broker, "t").await;
+    mock.broker_down(1).unwrap();
+    eventually("it is away", SOON, async || publisher.blocked()).await;
+    mock.broker_up(1).unwrap();
+    eventually("it is back", SOON, async || publisher.blocked().is_none().then_some(())).await;
+    publisher.close().await;
+}
+
 // An idempotent producer keeps its messages back until it has its id, which it asks for every 500
 // ms. Shown: without the wait for the id in `warm` the first message takes a second.
 #[tokio::test]

@@ -12,10 +12,12 @@ use oncebox_testkit::memory::{Fault, matching};
 
 use sqlx::Connection;
 use sqlx::sqlite::SqliteConnection;
+use tokio::sync::Semaphore;
 
 use super::kit::Sql;
 use super::kit::{SOON, World, first_occurrences, message, relay_options, sqlite};
 use super::support::eventually;
+use super::troubled::Troubled;
 
 #[tokio::test]
 async fn g1_a_message_exists_exactly_when_its_transaction_committed() {
@@ -88,6 +90,41 @@ async fn a_broker_that_was_blocked_is_shown_and_then_shown_no_more() {
     eventually("shown as blocked", SOON, || async { world.says("memory alarm").then_some(()) }).await;
     world.broker.faults().block(None);
     world.until_published("t", &["a0", "a1"]).await;
+    eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
+    relay.end().await.unwrap();
+}
+
+/// Shown to fail: without a message on its way nothing was shown, however long the broker was away.
+#[tokio::test]
+async fn a_broker_that_stays_blocked_is_shown_also_while_there_is_nothing_to_send() {
+    let world = sqlite().await;
+    let relay = world.relay(relay_options());
+    eventually("ready", SOON, || async { world.health.is_ready().then_some(()) }).await;
+    world.broker.faults().block(Some("no broker can be reached"));
+    let says = || world.says("the broker is blocked: no broker can be reached").then_some(());
+    eventually("shown as blocked", SOON, || async { says() }).await;
+    assert!(!world.health.is_ready(), "{:?}", world.health.lines());
+    world.broker.faults().block(None);
+    eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
+    relay.end().await.unwrap();
+}
+
+/// Shown to fail: it stayed ready until the broker's client gave up, ten seconds for each host.
+#[tokio::test]
+async fn a_broker_that_opens_no_session_after_a_doubt_and_says_nothing_is_shown() {
+    let world = sqlite().await;
+    let broker = Arc::new(Troubled { gate: Semaphore::new(1), ..Troubled::new(&world.broker) });
+    let relay = world.relay_to(Arc::clone(&broker) as Arc<dyn Broker>, relay_options());
+    world.enqueue("t", &["a1"]).await;
+    world.until_published("t", &["a1"]).await;
+    eventually("ready", SOON, || async { world.health.is_ready().then_some(()) }).await;
+    world.broker.faults().on_publish(Fault::BreakBefore, matching::times(1, matching::topic("t")));
+    world.enqueue("t", &["a2"]).await;
+    let says = || world.says("waits for the broker: it does not answer").then_some(());
+    eventually("it says so", SOON, || async { says() }).await;
+    assert!(!world.health.is_ready(), "{:?}", world.health.lines());
+    broker.gate.add_permits(1_000);
+    world.until_published("t", &["a1", "a2"]).await;
     eventually("ready again", SOON, || async { world.health.is_ready().then_some(()) }).await;
     relay.end().await.unwrap();
 }

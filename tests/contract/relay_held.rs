@@ -1,16 +1,20 @@
 //! Dead and held rows of the outbox, and their way back (R16 to R19).
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use oncebox::broker::Broker;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Diversion, Mark, OperatorAct};
+use oncebox::store::{DeadFilter, DeadState, Diversion, Mark, Operator, OperatorAct};
 use oncebox::{DeadPolicy, NewMessage, RelayOptions, RunEnd, RunError};
 use oncebox_testkit::memory::{Fault, matching};
 use tokio::sync::Semaphore;
 
 use super::kit::{Running, SOON, Sql, World, first_occurrences, message, on_servers, relay_options, sqlite};
+use super::observed::Heard;
+use super::relay_marks::counted;
 use super::support::eventually;
 use super::troubled::Troubled;
 
@@ -552,5 +556,70 @@ async fn what_a_relay_concluded_of_a_message_is_forgotten_once_another_had_the_l
     other.release().await.unwrap();
     world.until_published("t", &["a1"]).await;
     world.until_status("nothing is dead", |status| status.dead + status.held + status.pending == 0).await;
+    relay.end().await.unwrap();
+}
+
+/// The events with these words, as their fields.
+fn events(heard: &Heard, words: &str) -> Vec<BTreeMap<&'static str, String>> {
+    let events = heard.said().into_iter().filter(|said| said.is_event).map(|said| said.fields);
+    events.filter(|fields| fields.get("message").is_some_and(|message| message.contains(words))).collect()
+}
+
+/// The broker has the message, and its answer is on its way. Shown to fail: the audit said
+/// `discard`, and nothing said that the message was sent.
+#[tokio::test]
+async fn r17_a_message_that_is_being_sent_when_an_operator_discards_it_is_shown_as_sent() {
+    let (heard, _hearing) = super::observed::hear();
+    let world = sqlite().await;
+    let faults = world.broker.faults();
+    faults.missing_topic("t", true);
+    let ids = world.enqueue("t", &["a1"]).await;
+    let relay = world.relay(relay_options());
+    world.until_status("held", |status| status.held == 1).await;
+    faults.hold_receipts(true);
+    faults.missing_topic("t", false);
+    world.until_published("t", &["a1"]).await;
+    let held = DeadFilter { states: vec![DeadState::Held], ..DeadFilter::default() };
+    world.act_on(&held, OperatorAct::Discard).await;
+    faults.hold_receipts(false);
+    world.until_status("it has left the table", |status| status.held + status.dead + status.pending == 0).await;
+    relay.end().await.unwrap();
+    let acts: Vec<String> = world
+        .store
+        .audit(None, 10)
+        .await
+        .unwrap()
+        .into_iter()
+        .map(|act| format!("{} {}", act.actor, act.act))
+        .collect();
+    assert_eq!(acts, ["relay release", "test discard"]);
+    let said = events(&heard, "sent before its discard could be carried out");
+    assert_eq!(said.iter().map(|fields| fields["id"].clone()).collect::<Vec<_>>(), [ids[0].to_string()]);
+}
+
+/// The next owner takes the lease and deletes a row between two steps of the last one. Shown to
+/// fail: the last one said of the row that somebody had deleted it by hand.
+#[tokio::test]
+async fn g9_a_relay_that_lost_its_lease_takes_no_row_of_the_next_owner_for_deleted_by_hand() {
+    let (heard, _hearing) = super::observed::hear();
+    let world = sqlite().await;
+    world.broker.faults().missing_topic("t", true);
+    let (relay, counts) = counted(&world, relay_options());
+    world.enqueue("t", &["a1"]).await;
+    world.until_status("held", |status| status.held == 1).await;
+    let gate = counts.gate.lock().await;
+    world.broker.faults().missing_topic("t", false);
+    eventually("it reads the row for a trial", SOON, || async {
+        (counts.held.load(Ordering::SeqCst) > 0).then_some(())
+    })
+    .await;
+    world.run("update oncebox_shard set lease_until = 0").await;
+    let mut other = world.other_owner().await;
+    let discarded = other.diverted(10).await.unwrap().into_iter().map(|row| row.position).collect();
+    other.checkpoint(Mark { discarded, ..Mark::default() }).await.unwrap();
+    drop(gate);
+    eventually("it stands by", SOON, || async { world.says("standing by").then_some(()) }).await;
+    assert_eq!(events(&heard, "the lease is lost").len(), 1);
+    assert_eq!(events(&heard, "gone from the table").len(), 0);
     relay.end().await.unwrap();
 }

@@ -11,6 +11,7 @@ use oncebox::store::{
 };
 use oncebox::{Relay, RelayOptions, RunEnd, RunError, StoreError};
 use oncebox_testkit::memory::Fault;
+use tokio::sync::Mutex;
 use tokio_util::sync::CancellationToken;
 
 use super::kit::{Running, World, relay_options, sqlite};
@@ -19,11 +20,15 @@ use super::kit::{Running, World, relay_options, sqlite};
 const NEVER: Duration = Duration::from_secs(3_600);
 
 #[derive(Debug, Default)]
-struct Counts {
+pub(crate) struct Counts {
     /// Reads that returned rows.
     reads: AtomicUsize,
     checkpoints: AtomicUsize,
     marks: AtomicUsize,
+    /// Reads of dead and held rows with their messages.
+    pub(crate) held: AtomicUsize,
+    /// Such a read waits while a test has this.
+    pub(crate) gate: Mutex<()>,
 }
 
 impl Counts {
@@ -96,6 +101,8 @@ impl RelaySession for CountedSession {
     }
 
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
+        self.counts.held.fetch_add(1, Ordering::SeqCst);
+        drop(self.counts.gate.lock().await);
         self.session.held(positions).await
     }
 
@@ -113,7 +120,10 @@ impl RelaySession for CountedSession {
 }
 
 /// A relay whose marks wait for a checkpoint, over a store that counts.
-fn counted(world: &World<SqliteStore>, options: RelayOptions) -> (Running<Result<RunEnd, RunError>>, Arc<Counts>) {
+pub(crate) fn counted(
+    world: &World<SqliteStore>,
+    options: RelayOptions,
+) -> (Running<Result<RunEnd, RunError>>, Arc<Counts>) {
     let counts = Arc::<Counts>::default();
     let store = Counted { store: world.store.clone(), counts: Arc::clone(&counts) };
     let options = RelayOptions { mark_after: NEVER, ..options };

@@ -251,6 +251,8 @@ macro_rules! store_conformance {
                 dead_and_held_rows_come_back_in_position_order,
                 a_row_without_a_key_is_held_behind_and_comes_back,
                 a_released_row_leaves_and_a_changed_one_stays,
+                a_message_that_was_sent_before_its_discard_is_audited_as_sent,
+                a_discard_that_meets_the_mark_of_its_message_is_audited_as_sent,
                 a_discarded_row_is_gone_for_good,
                 g11_dead_rows_of_every_policy_are_counted_up_to_a_bound,
                 a_mark_that_cannot_be_whole_changes_nothing,

@@ -104,15 +104,18 @@ pub(super) fn producer(config: &KafkaConfig, sizes: Sizes) -> ClientConfig {
         .set("linger.ms", (config.linger.as_secs_f64() * 1e3).to_string())
         .set("queue.buffering.max.messages", rows.min(10_000_000).to_string())
         .set("queue.buffering.max.kbytes", kbytes.min(2_000_000).to_string())
-        .set("message.max.bytes", sizes.message_max.to_string());
+        .set("message.max.bytes", sizes.message_max.to_string())
+        // A broker that vanished without a word is noticed by a question, also while nothing is
+        // sent. With the default of five minutes the publisher would be ready until then.
+        .set("topic.metadata.refresh.interval.ms", "30000");
     let mut settings = with_properties(config, settings);
     // A batch must fit into the smallest topic: otherwise the broker refuses good messages with the
     // large one. A message that is larger than a batch is sent alone, so that it alone is judged.
     let batch = settings.get("batch.size").and_then(|size| size.parse().ok()).unwrap_or(sizes.batch_max);
     settings.set("batch.size", batch.min(sizes.batch_max).to_string());
-    // Only this log shows that the idempotent producer has its id. Without the id the first message
-    // waits 0.5 s.
-    with_debug(settings, "eos")
+    // Only these logs show that the idempotent producer has its id (without the id the first
+    // message waits 0.5 s), and that a broker answers again while nothing is sent.
+    with_debug(settings, "eos,metadata")
 }
 
 /// Turns on one more context of librdkafka's log. `context.rs` reads what only the log tells.

@@ -78,6 +78,8 @@ pub(super) struct Pump<'a> {
     /// True while the health shows that this part waits.
     shown_waiting: bool,
     shown_gaps: bool,
+    /// Since when the broker says that it takes nothing.
+    blocked_since: Option<Instant>,
     /// Since when the oldest batches are done and not marked.
     done_since: Option<Instant>,
     /// True while the health may show that no topic takes messages. It begins as true, because an
@@ -136,6 +138,7 @@ impl<'a> Pump<'a> {
             some_left: false,
             shown_waiting: false,
             shown_gaps: false,
+            blocked_since: None,
             done_since: None,
             shown_blocked: true,
         }

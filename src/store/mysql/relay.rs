@@ -38,7 +38,8 @@ use crate::outbox::port::{
 };
 use crate::store::bounded::{AnyQuery, Ask, Bounded, BoundedPool};
 use crate::store::headers::parse_headers;
-use crate::store::sql::{Session, outbox};
+use crate::store::sql::Session;
+use crate::store::sql::outbox::{self, SentNotDiscarded};
 use crate::text::hex::hex;
 use crate::time::db_time::micros_of;
 use crate::time::lease::Fence;
@@ -155,10 +156,11 @@ impl RelaySession for MySqlSession {
         }
         divert(&mut transaction, &mark.diverted).await?;
         change(&mut transaction, &mark.changed).await?;
-        delete_diverted(&mut transaction, &mark.released).await?;
+        let sent = release(&mut transaction, &mark.released).await?;
         delete_diverted(&mut transaction, &mark.discarded).await?;
         delete_proven(&mut transaction, &proven).await?;
         transaction.commit().await?;
+        sent.warn();
 
         self.fence.revision += 1;
         if let Some(through) = mark.through {
@@ -347,6 +349,12 @@ const DELETE_DIVERTED: &str = "\
 delete d from json_table(?, '$[*]' columns (position bigint path '$')) j \
   straight_join oncebox_outbox_dead d force index (primary) on d.position = j.position";
 
+/// The same, without rows whose discard was asked for.
+const DELETE_RELEASED: &str = "\
+delete d from json_table(?, '$[*]' columns (position bigint path '$')) j \
+  straight_join oncebox_outbox_dead d force index (primary) on d.position = j.position \
+ where not d.requested <=> 'discard'";
+
 const DIVERTED_WEIGHTS: &str = "\
 select d.position, cast(length(d.payload) + coalesce(length(d.headers), 0) as signed) \
   from json_table(?, '$[*]' columns (position bigint path '$')) j straight_join oncebox_outbox_dead d force index (primary) on d.position = j.position \
@@ -462,6 +470,21 @@ async fn delete_diverted(connection: &mut Bounded<MySql>, positions: &[i64]) -> 
         sqlx::query(DELETE_DIVERTED).bind(number_list(positions.iter().copied())).run(connection).await?;
     }
     Ok(())
+}
+
+/// Deletes rows that were sent. A row whose discard was asked for is deleted last, so that a
+/// request is either seen here or finds no row: a look before the deletion could miss one.
+async fn release(connection: &mut Bounded<MySql>, positions: &[i64]) -> Result<SentNotDiscarded, StoreError> {
+    if positions.is_empty() {
+        return Ok(SentNotDiscarded::default());
+    }
+    let done = sqlx::query(DELETE_RELEASED).bind(number_list(positions.iter().copied())).run(&mut *connection).await?;
+    if outbox::are_all(done.rows_affected(), positions) {
+        return Ok(SentNotDiscarded::default());
+    }
+    let sent = outbox::sent_not_discarded(connection, positions).await?;
+    delete_diverted(connection, positions).await?;
+    Ok(sent)
 }
 
 fn diversion_list(diverted: &[(i64, Diversion)]) -> String {

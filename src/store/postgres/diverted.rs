@@ -15,7 +15,7 @@ use crate::error::StoreError;
 use crate::outbox::port::{Diversion, Mark, OutboxRow, first_within};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::message::error_text;
-use crate::store::sql::outbox;
+use crate::store::sql::outbox::{self, SentNotDiscarded};
 
 /// Copies rows of the outbox. A row that is here already (after a cursor was set back) gets the new
 /// state; its history stays.
@@ -50,8 +50,10 @@ const DECIDE: &str = "
 insert into oncebox.decision (position, decision) select position, $2 from unnest($1::bigint[]) position
 on conflict (position) do update set decision = excluded.decision, decided_at = clock_timestamp()";
 
+/// Deletes rows that were sent; those whose discard was asked for only where `$2` says so.
 const RELEASE: &str = "
-with gone as (delete from oncebox.outbox_dead where position = any($1) returning position, edited)
+with gone as (delete from oncebox.outbox_dead where position = any($1) and ($2 or requested is distinct from 'discard')
+  returning position, edited)
 insert into oncebox.decision (position, decision) select position, case when edited then 'edited' else 'released' end from gone
 on conflict (position) do update set decision = excluded.decision, decided_at = clock_timestamp()";
 
@@ -86,8 +88,11 @@ impl Columns {
 }
 
 /// Writes what a mark says of dead and held rows, in the transaction of the mark. Returns the
-/// highest position that it names, or 0.
-pub(super) async fn write(connection: &mut Bounded<Postgres>, mark: &Mark) -> Result<i64, StoreError> {
+/// highest position that it names, or 0, and which messages were sent and not discarded.
+pub(super) async fn write(
+    connection: &mut Bounded<Postgres>,
+    mark: &Mark,
+) -> Result<(i64, SentNotDiscarded), StoreError> {
     for (statement, rows) in [(DIVERT, &mark.diverted), (CHANGE, &mark.changed)] {
         if rows.is_empty() {
             continue;
@@ -118,13 +123,24 @@ pub(super) async fn write(connection: &mut Bounded<Postgres>, mark: &Mark) -> Re
     if !skipped.is_empty() {
         sqlx::query(DECIDE).bind(&skipped).bind("skipped").run(&mut *connection).await?;
     }
-    for (statement, positions) in [(RELEASE, &mark.released), (DISCARD, &mark.discarded)] {
-        if !positions.is_empty() {
-            sqlx::query(statement).bind(positions).run(&mut *connection).await?;
-        }
+    let sent = release(connection, &mark.released).await?;
+    if !mark.discarded.is_empty() {
+        sqlx::query(DISCARD).bind(&mark.discarded).run(&mut *connection).await?;
     }
     let named = mark.diverted.iter().chain(&mark.changed).map(|(position, _)| position);
-    Ok(named.chain(&mark.released).chain(&mark.discarded).copied().max().unwrap_or(0))
+    Ok((named.chain(&mark.released).chain(&mark.discarded).copied().max().unwrap_or(0), sent))
+}
+
+/// Deletes rows that were sent. A row whose discard was asked for is deleted last, so that a
+/// request is either seen here or finds no row: a look before the deletion could miss one.
+async fn release(connection: &mut Bounded<Postgres>, positions: &[i64]) -> Result<SentNotDiscarded, StoreError> {
+    let delete = |all: bool| sqlx::query(RELEASE).bind(positions).bind(all);
+    if positions.is_empty() || outbox::are_all(delete(false).run(&mut *connection).await?.rows_affected(), positions) {
+        return Ok(SentNotDiscarded::default());
+    }
+    let sent = outbox::sent_not_discarded(connection, positions).await?;
+    delete(true).run(connection).await?;
+    Ok(sent)
 }
 
 /// Returns those of the positions that were decided or stand in the dead and held table.

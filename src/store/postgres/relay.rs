@@ -291,8 +291,9 @@ impl RelaySession for PostgresSession {
             self.connection.begin(BEGIN).await?;
             let made = query.optional(&mut self.connection).await?;
             if made.is_some() {
-                let decided_to = diverted::write(&mut self.connection, &mark).await?;
+                let (decided_to, sent) = diverted::write(&mut self.connection, &mark).await?;
                 self.connection.commit().await?;
+                sent.warn();
                 self.decided_to = self.decided_to.max(decided_to);
             }
             made

@@ -4,8 +4,12 @@
 
 use std::time::Duration;
 
-use super::{Row, Session, SqlStore, Statement, sql};
+use uuid::Uuid;
+
+use super::audit::{self, Act};
+use super::{Row, Session, SqlStore, Statement, Value, foreign, sql};
 use crate::error::StoreError;
+use crate::operator::ActContext;
 use crate::outbox::port::{Diversion, DivertedRow, LeaseAnswer, LeaseRequest, OperatorRequest};
 use crate::time::db_time::DbTime;
 use crate::time::lease::{Fence, Lease};
@@ -142,6 +146,61 @@ fn request(row: &dyn Row) -> Result<OperatorRequest, StoreError> {
         other => return Err(StoreError::Corrupt(format!("a dead or held row has the request `{other}`"))),
     };
     Ok(OperatorRequest { position: row.get(0)?, topic: row.get(1)?, key: row.get_opt(2)?, discard })
+}
+
+const TO_DISCARD: &str = "\
+select position, {pg my: message_id}{lite: unhex(replace(message_id, '-', ''))}, topic from oncebox.outbox_dead \
+ where position {in ints :positions} and requested = 'discard'";
+
+/// Messages that were sent although an operator asked to discard them: position and id.
+#[derive(Debug, Default)]
+pub(in crate::store) struct SentNotDiscarded(Vec<(i64, Uuid)>);
+
+/// Finds released rows whose discard was asked for too late, and writes an audit row for each.
+/// Without it the audit would only say `discard`. To be called in the transaction of the mark,
+/// while these rows are still there, and once no other of the released rows can get a request.
+pub(in crate::store) async fn sent_not_discarded(
+    session: &mut dyn Session,
+    released: &[i64],
+) -> Result<SentNotDiscarded, StoreError> {
+    let asked = sql(TO_DISCARD).bind("positions", Value::Ints(released.to_vec()));
+    let context =
+        ActContext { actor: "relay".to_owned(), reason: SENT.to_owned(), dry_run: false, redrive_age_max: None };
+    let mut sent = Vec::new();
+    for row in session.rows(asked).await? {
+        let (position, message_id, topic): (i64, Uuid, String) = (row.get(0)?, row.get(1)?, row.get(2)?);
+        let act = Act {
+            name: "release",
+            place: foreign("outbox"),
+            topic: Some(&topic),
+            number: &format!("o{position}"),
+            message_id,
+            new_id: None,
+            detail: "sent, not discarded".to_owned(),
+            document: serde_json::json!({ "outcome": "sent, not discarded" }),
+        };
+        audit::write(session, act, &context).await?;
+        sent.push((position, message_id));
+    }
+    Ok(SentNotDiscarded(sent))
+}
+
+/// Whether a statement about these positions changed the row of each.
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+pub(in crate::store) fn are_all(changed: u64, positions: &[i64]) -> bool {
+    usize::try_from(changed) == Ok(positions.len())
+}
+
+/// Why an operator's discard had no effect, for audit and log.
+const SENT: &str = "sent before its discard could be carried out";
+
+impl SentNotDiscarded {
+    /// Says so in the log. To be called once the mark is committed.
+    pub(in crate::store) fn warn(self) {
+        for (position, id) in self.0 {
+            tracing::warn!(position, %id, "a message was {SENT}: the broker has it");
+        }
+    }
 }
 
 /// How many rows to skip, so that the next one shows that there are at least so many.

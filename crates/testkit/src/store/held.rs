@@ -1,11 +1,13 @@
 //! Cases of dead and held rows (R17, R18).
 
+use std::time::Duration;
+
 use super::relay::{bounded, of_all_sizes, within_bytes};
-use super::trial::{new_message, payloads, read_nothing, read_rows, through};
+use super::trial::{context, new_message, payloads, read_nothing, read_rows, through};
 use super::{Fixture, Trial};
 use oncebox::error::StoreError;
 use oncebox::message::{NewMessage, TraceContext};
-use oncebox::store::{Diversion, DivertedRow, Mark, Operator, OutboxRow};
+use oncebox::store::{DeadFilter, DeadState, Diversion, DivertedRow, Mark, Operator, OperatorAct, OutboxRow};
 
 fn dead(holds: bool) -> Diversion {
     Diversion::Dead { reason: "too large".into(), holds }
@@ -118,6 +120,77 @@ pub async fn a_released_row_leaves_and_a_changed_one_stays<F: Fixture>(trial: &T
     read_nothing(&mut session).await;
     let status = trial.store.status().await.unwrap();
     assert_eq!((status.dead, status.held), (1, 1));
+}
+
+/// Asks to discard the row at this position; returns how many requests were written.
+async fn ask_to_discard<F: Fixture>(trial: &Trial<F>, position: i64) -> usize {
+    let filter = DeadFilter {
+        numbers: vec![format!("o{position}")],
+        states: vec![DeadState::Dead, DeadState::Held],
+        ..DeadFilter::default()
+    };
+    trial.store.act(&filter, &OperatorAct::Discard, &context()).await.unwrap().numbers.len()
+}
+
+/// The audit, oldest first: who, what, and the number of the message.
+async fn audited<F: Fixture>(trial: &Trial<F>) -> Vec<String> {
+    let acts = trial.store.audit(None, 10).await.unwrap();
+    acts.iter().rev().map(|act| format!("{} {} {}", act.actor, act.act, act.number)).collect()
+}
+
+/// An operator asked to discard a row that the relay had taken for sending already. Shown to fail:
+/// the audit said `discard` alone, although the message was sent.
+pub async fn a_message_that_was_sent_before_its_discard_is_audited_as_sent<F: Fixture>(trial: &Trial<F>) {
+    let messages = ["a", "b", "c", "d"].map(|key| new_message(key, key)).to_vec();
+    let diversions = [(0, destination()), (1, destination()), (2, dead(true)), (3, dead(true))];
+    let (mut session, rows) = diverted(trial, messages, &diversions).await;
+    let positions: Vec<i64> = rows.iter().map(|row| row.position).collect();
+    for number in [0, 2] {
+        assert_eq!(ask_to_discard(trial, positions[number]).await, 1);
+    }
+    let redriven = DeadFilter { numbers: vec![format!("o{}", positions[3])], ..DeadFilter::default() };
+    trial.store.act(&redriven, &OperatorAct::Redrive, &context()).await.unwrap();
+    session.checkpoint(Mark { released: positions.clone(), ..Mark::default() }).await.unwrap();
+    assert!(session.held(&positions).await.unwrap().is_empty(), "all of them are gone");
+    let [a, _, c, d] = &positions[..] else { panic!("{positions:?}") };
+    let mut said = audited(trial).await;
+    said[3..].sort();
+    let asked = [format!("ann discard o{a}"), format!("ann discard o{c}"), format!("ann redrive o{d}")];
+    let sent = [format!("relay release o{a}"), format!("relay release o{c}")];
+    assert_eq!(said, [&asked[..], &sent[..]].concat());
+    let of_one = trial.store.audit(Some(rows[0].message.id), 10).await.unwrap();
+    assert_eq!(of_one[0].reason, "sent before its discard could be carried out");
+    assert!(of_one[0].detail.contains("sent, not discarded"), "{}", of_one[0].detail);
+    assert_eq!(ask_to_discard(trial, positions[1]).await, 0, "there is nothing to discard any more");
+    assert_eq!(audited(trial).await.len(), 5);
+    drop(session);
+    let mut session = trial.session("a").await;
+    read_nothing(&mut session).await;
+}
+
+/// The transaction of the discard is open while the mark is made: the mark waits for it, and sees
+/// the request. Shown by: a look for requests before the rows are deleted, which does not wait.
+pub async fn a_discard_that_meets_the_mark_of_its_message_is_audited_as_sent<F: Fixture>(trial: &Trial<F>) {
+    let (mut session, rows) = diverted(trial, vec![new_message("a", "a")], &[(0, dead(true))]).await;
+    let position = rows[0].position;
+    if F::CONCURRENT_WRITERS {
+        let (table, now) = (trial.table("outbox_dead"), "current_timestamp");
+        let mut tx = trial.begin().await;
+        let ask = format!(
+            "update {table} set requested = 'discard', requested_at = {now}, requested_by = 'ann' where position = {position}"
+        );
+        assert_eq!(F::run(&mut tx, &ask).await.unwrap(), 1);
+        let mark = session.checkpoint(Mark { released: vec![position], ..Mark::default() });
+        let mut mark = std::pin::pin!(mark);
+        let waits = tokio::time::timeout(Duration::from_millis(300), mark.as_mut()).await;
+        assert!(waits.is_err(), "the row is locked");
+        tx.commit().await.unwrap();
+        mark.await.unwrap();
+        assert_eq!(audited(trial).await, [format!("relay release o{position}")]);
+    } else {
+        session.checkpoint(Mark { released: vec![position], ..Mark::default() }).await.unwrap();
+    }
+    assert_eq!(ask_to_discard(trial, position).await, 0, "it is gone");
 }
 
 /// A discarded row is removed, and no later session reads it.

@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use super::Pump;
 use crate::message::OutgoingMessage;
 use crate::observe::{self, Trouble};
-use crate::outbox::port::{Diversion, OperatorRequest, OutboxRow};
+use crate::outbox::port::{Diversion, Mark, OperatorRequest, OutboxRow};
 use crate::outbox::relay::TOPICS;
 use crate::outbox::relay::ending::Doubt;
 use crate::outbox::relay::trial::TrialResult;
@@ -342,7 +342,7 @@ impl Pump<'_> {
         }
         first.sort_unstable();
         let rows = self.session.held(&first).await?;
-        self.forget_what_is_gone(&first, &rows);
+        self.forget_what_is_gone(&first, &rows).await?;
         Ok(rows.into_iter().map(|row| (row.position, row.message)).collect())
     }
 
@@ -394,7 +394,7 @@ impl Pump<'_> {
         }
         self.release.owes_a_read = alone;
         let rows = self.session.held(&positions).await?;
-        self.forget_what_is_gone(&positions, &rows);
+        self.forget_what_is_gone(&positions, &rows).await?;
         // Of large rows only a few are returned; the others are released when these have left.
         let batch = self.window.open(None, rows.len());
         for row in rows {
@@ -413,15 +413,25 @@ impl Pump<'_> {
     /// Forgets rows that somebody deleted from the table by hand. A row is missing if it was asked
     /// for and not returned although a later one was, or none at all was. It cannot be sent, and
     /// nothing must wait for it.
-    fn forget_what_is_gone(&mut self, asked: &[i64], rows: &[OutboxRow]) {
+    ///
+    /// The next owner of the shard deletes rows too, and only after it has taken the lease. So a
+    /// checkpoint comes first: it fails where the lease is lost, and then nothing is said of the
+    /// rows.
+    async fn forget_what_is_gone(&mut self, asked: &[i64], rows: &[OutboxRow]) -> Result<(), Doubt> {
         let last = rows.last().map(|row| row.position);
         let came: HashSet<i64> = rows.iter().map(|row| row.position).collect();
-        for position in asked {
-            if last.is_none_or(|last| *position < last) && !came.contains(position) {
-                tracing::warn!(position, "a held message is gone from the table, and not by this program");
-                self.left(*position);
-            }
+        let is_gone = |position: &i64| last.is_none_or(|last| *position < last) && !came.contains(position);
+        let gone: Vec<i64> = asked.iter().copied().filter(is_gone).collect();
+        if gone.is_empty() {
+            return Ok(());
         }
+        self.session.checkpoint(Mark::default()).await?;
+        self.checkpoint_at = Instant::now();
+        for position in gone {
+            tracing::warn!(position, "a held message is gone from the table, and not by this program");
+            self.left(position);
+        }
+        Ok(())
     }
 
     /// Forgets a row that has left the table.

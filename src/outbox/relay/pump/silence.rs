@@ -17,6 +17,10 @@ const TURN_MAX: Duration = Duration::from_millis(250);
 const KEPT_WAITING_MAX: Duration = Duration::from_secs(1);
 /// The same limit where no later row was settled, so that the whole broker may be slow.
 const SILENT_MAX: Duration = Duration::from_secs(5);
+/// How long the broker may be blocked before it is shown while nothing is in flight. A broker
+/// closes connections that rest. Kafka's client takes that for an outage until it has another one:
+/// it begins to open it within a second.
+const IDLE_BLOCKED_SHOWN: Duration = Duration::from_secs(5);
 /// How often the session checks for silence.
 pub(super) const LOOK_EVERY: Duration = Duration::from_millis(200);
 
@@ -33,13 +37,15 @@ impl Pump<'_> {
     pub(super) fn silence(&mut self) -> Result<(), Doubt> {
         if let Some(why) = self.publisher.blocked() {
             // No failure: the broker says that it takes nothing for now.
-            if self.window.in_flight() > 0 {
+            let since = *self.blocked_since.get_or_insert_with(Instant::now);
+            if self.window.in_flight() > 0 || since.elapsed() >= IDLE_BLOCKED_SHOWN {
                 self.shown_waiting = true;
                 let why = format!("the broker is blocked: {why}");
                 self.relay.health.set(&self.relay.part, PartState::Waiting(why));
             }
             return Ok(());
         }
+        self.blocked_since = None;
         let is_time = self.clock >= self.looked_at + LOOK_EVERY;
         if !is_time || self.window.oldest(self.clock).is_none_or(|oldest| oldest < KEPT_WAITING_MAX) {
             return Ok(());

@@ -7,7 +7,7 @@ use sqlx::sqlite::SqliteConnection;
 use super::{Batch, SqliteSession};
 use crate::error::StoreError;
 use crate::outbox::port::{Diversion, Mark};
-use crate::store::sql::outbox;
+use crate::store::sql::outbox::{self, SentNotDiscarded};
 use crate::store::sqlite::write::Write;
 use crate::store::sqlite::{millis, now_ms};
 
@@ -31,8 +31,9 @@ impl SqliteSession {
             write.rollback().await?;
             return Err(self.fenced("checkpoint"));
         }
-        self.apply(&mut write, mark, marked).await?;
+        let sent = self.apply(&mut write, mark, marked).await?;
         write.commit().await?;
+        sent.warn();
         self.fence.revision += 1;
         self.window.drain(..marked);
         Ok(())
@@ -59,7 +60,7 @@ impl SqliteSession {
         }
     }
 
-    async fn apply(&self, write: &mut Write, mark: &Mark, marked: usize) -> Result<(), StoreError> {
+    async fn apply(&self, write: &mut Write, mark: &Mark, marked: usize) -> Result<SentNotDiscarded, StoreError> {
         let batches = || self.window.iter().take(marked);
         if let Some(scanned_to) = batches().next_back().and_then(|batch| batch.positions.last()) {
             // The cursor moves before the rows are deleted: a trigger refuses to delete rows above
@@ -78,6 +79,11 @@ impl SqliteSession {
         if !mark.changed.is_empty() {
             change(write.connection(), &mark.changed).await?;
         }
+        let sent = if mark.released.is_empty() {
+            SentNotDiscarded::default()
+        } else {
+            outbox::sent_not_discarded(write, &mark.released).await?
+        };
         for gone in [&mark.released, &mark.discarded] {
             if !gone.is_empty() {
                 let delete =
@@ -85,7 +91,7 @@ impl SqliteSession {
                 delete.bind(positions_json(gone)).execute(write.connection()).await?;
             }
         }
-        Ok(())
+        Ok(sent)
     }
 }
 
