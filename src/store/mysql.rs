@@ -132,13 +132,14 @@ macro_rules! without_transactions {
 }
 use without_transactions;
 
-/// A condition on a row `o` of the outbox: a dead or held row with a higher position was there
-/// before it was written. Then the counter of positions was set back. A row that only commits late
-/// was written before the higher position was drawn.
+/// A condition on a row `o` of the outbox: a dead or held row with a higher position was there ten
+/// seconds before it was written. Then the counter of positions was set back. A row that only
+/// commits late was written before the higher position was drawn. The seconds are for the clocks of
+/// servers that take over from each other; whoever sets the counter back needs longer.
 macro_rules! set_back {
     () => {
         "(o.position < (select max(position) from oncebox_outbox_dead) \
-         and o.created_at > (select diverted_at from oncebox_outbox_dead order by position desc limit 1))"
+         and o.created_at > (select diverted_at + interval 10 second from oncebox_outbox_dead order by position desc limit 1))"
     };
 }
 use set_back;

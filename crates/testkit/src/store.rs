@@ -256,6 +256,7 @@ macro_rules! store_conformance {
                 a_discarded_row_is_gone_for_good,
                 g11_dead_rows_of_every_policy_are_counted_up_to_a_bound,
                 a_mark_that_cannot_be_whole_changes_nothing,
+                g11_a_reason_is_kept_up_to_its_bound,
                 g11_rows_on_their_way_back_come_within_the_bytes_of_a_read,
             ];
             inbox: [

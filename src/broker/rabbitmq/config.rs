@@ -59,8 +59,8 @@ pub struct RabbitConfig {
     /// How long the relay waits before it tries a row of a topic without a route again.
     pub route_retry: Duration,
     /// After how long without a delivery a consumer asks the server whether it is still known.
-    /// After the same time, but at least once a minute, it declares an exchange that is missing and
-    /// binds its queues to it again; in each tenth round it binds them in any case.
+    /// After four times this time, but at least every two minutes, it declares an exchange that is
+    /// missing and binds its queues again.
     pub quiet_check: Duration,
     /// Most bytes of deliveries that are not yet acknowledged (one delivery is always allowed).
     pub in_flight_bytes_max: usize,

@@ -68,10 +68,12 @@ impl Pauses {
 
     fn failed(&mut self, topic: &str, reason: &str, was_silent: bool, every: Duration) {
         let known = self.of(topic);
-        reason.clone_into(&mut known.reason);
         known.lost = 0;
         // Without a reason the topic existed and had no row to try: that is no failure.
-        known.tries = known.tries.saturating_add(u32::from(!reason.is_empty()));
+        if !reason.is_empty() {
+            reason.clone_into(&mut known.reason);
+            known.tries = known.tries.saturating_add(1);
+        }
         known.silent = if was_silent { known.silent.saturating_add(1) } else { 0 };
         let grows = known.silent > 1;
         let wait = if grows { pause(every, PAUSE_MAX.max(every), known.silent, fastrand::f64()) } else { every };
@@ -563,4 +565,19 @@ async fn make_each(
 fn missing(topics: &[String], states: &[TopicState]) -> Vec<String> {
     let all = topics.iter().zip(states);
     all.filter(|(_, state)| **state != TopicState::Ready).map(|(topic, _)| topic.clone()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // Shown by: the empty reason of a round without a row in place of the last one.
+    #[test]
+    fn a_round_that_had_no_row_to_try_keeps_why_the_topic_is_blocked() {
+        let (mut pauses, blocked) = (Pauses::default(), HashSet::from(["orders"]));
+        for reason in ["no such topic", ""].repeat(TRIES_SHOWN as usize) {
+            pauses.failed("orders", reason, false, Duration::ZERO);
+        }
+        assert_eq!(pauses.all_in_vain(&blocked).as_deref(), Some("`orders`: no such topic"));
+    }
 }

@@ -2,9 +2,8 @@
 //!
 //! Promise: the code that sends a statement and reads its rows depends neither on the type of sqlx
 //! that the statement was built with nor on the type of its rows. So it is compiled once for each
-//! database and each kind of connection, and not for each query.
+//! database, and not for each query.
 
-use std::borrow::BorrowMut;
 use std::future::Future;
 use std::ops::ControlFlow;
 
@@ -12,7 +11,7 @@ use sqlx::error::BoxDynError;
 use sqlx::query::{Query, QueryAs, QueryScalar};
 use sqlx::{Database, Either, Execute, FromRow, RawSql, SqlStr};
 
-use super::{Bounded, BoundedPool, Remote};
+use super::{Bounded, Remote};
 
 /// A statement with its values, whichever of sqlx's types it was built with.
 pub(in crate::store) struct AnyQuery<Db: Database> {
@@ -47,32 +46,8 @@ impl<Db: Database> Execute<'_, Db> for AnyQuery<Db> {
     }
 }
 
-/// A place where a statement can run: a connection, or a pool that gives one.
-pub(in crate::store) trait Reach<Db: Remote>: Send {
-    /// The connection, for as long as the statement runs.
-    type Place: BorrowMut<Bounded<Db>> + Send;
-
-    fn reach(self) -> impl Future<Output = sqlx::Result<Self::Place>> + Send;
-}
-
-impl<Db: Remote> Reach<Db> for &mut Bounded<Db> {
-    type Place = Self;
-
-    async fn reach(self) -> sqlx::Result<Self> {
-        Ok(self)
-    }
-}
-
-impl<Db: Remote> Reach<Db> for &BoundedPool<Db> {
-    type Place = Bounded<Db>;
-
-    async fn reach(self) -> sqlx::Result<Bounded<Db>> {
-        self.acquire().await
-    }
-}
-
 /// The rows of an answer.
-async fn rows<Db: Remote>(query: AnyQuery<Db>, place: impl Reach<Db>) -> sqlx::Result<Vec<Db::Row>> {
+async fn rows<Db: Remote>(query: AnyQuery<Db>, connection: &mut Bounded<Db>) -> sqlx::Result<Vec<Db::Row>> {
     let mut rows = Vec::new();
     let mut take = |part| {
         if let Either::Right(row) = part {
@@ -80,12 +55,12 @@ async fn rows<Db: Remote>(query: AnyQuery<Db>, place: impl Reach<Db>) -> sqlx::R
         }
         ControlFlow::Continue(())
     };
-    place.reach().await?.borrow_mut().parts(query, &mut take).await?;
+    connection.parts(query, &mut take).await?;
     Ok(rows)
 }
 
 /// The result of a statement, without its rows.
-async fn result<Db: Remote>(query: AnyQuery<Db>, place: impl Reach<Db>) -> sqlx::Result<Db::QueryResult> {
+async fn result<Db: Remote>(query: AnyQuery<Db>, connection: &mut Bounded<Db>) -> sqlx::Result<Db::QueryResult> {
     let mut result = Db::QueryResult::default();
     let mut take = |part| {
         if let Either::Left(done) = part {
@@ -93,7 +68,7 @@ async fn result<Db: Remote>(query: AnyQuery<Db>, place: impl Reach<Db>) -> sqlx:
         }
         ControlFlow::Continue(())
     };
-    place.reach().await?.borrow_mut().parts(query, &mut take).await?;
+    connection.parts(query, &mut take).await?;
     Ok(result)
 }
 
@@ -106,26 +81,26 @@ pub(in crate::store) trait Ask<'q, Db: Remote>: Execute<'q, Db> + 'q {
     fn answer(row: Db::Row) -> sqlx::Result<Self::Answer>;
 
     /// Runs the statement and returns all its rows, converted, in order.
-    fn all(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Vec<Self::Answer>>> + Send {
-        let rows = rows(AnyQuery::of(self), place);
+    fn all(self, connection: &mut Bounded<Db>) -> impl Future<Output = sqlx::Result<Vec<Self::Answer>>> + Send {
+        let rows = rows(AnyQuery::of(self), connection);
         async move { rows.await?.into_iter().map(Self::answer).collect() }
     }
 
     /// The first row, where there is one.
-    fn optional(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Option<Self::Answer>>> + Send {
-        let rows = rows(AnyQuery::of(self), place);
+    fn optional(self, connection: &mut Bounded<Db>) -> impl Future<Output = sqlx::Result<Option<Self::Answer>>> + Send {
+        let rows = rows(AnyQuery::of(self), connection);
         async move { rows.await?.into_iter().next().map(Self::answer).transpose() }
     }
 
     /// The first row; no row at all is the error `RowNotFound`.
-    fn one(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Self::Answer>> + Send {
-        let rows = rows(AnyQuery::of(self), place);
+    fn one(self, connection: &mut Bounded<Db>) -> impl Future<Output = sqlx::Result<Self::Answer>> + Send {
+        let rows = rows(AnyQuery::of(self), connection);
         async move { Self::answer(rows.await?.into_iter().next().ok_or(sqlx::Error::RowNotFound)?) }
     }
 
     /// Runs a statement and returns its result, without its rows.
-    fn run(self, place: impl Reach<Db>) -> impl Future<Output = sqlx::Result<Db::QueryResult>> + Send {
-        result(AnyQuery::of(self), place)
+    fn run(self, connection: &mut Bounded<Db>) -> impl Future<Output = sqlx::Result<Db::QueryResult>> + Send {
+        result(AnyQuery::of(self), connection)
     }
 }
 

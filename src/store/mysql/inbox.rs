@@ -139,7 +139,7 @@ impl OwnInbox for MySqlStore {
         let found: Vec<Uuid> = sqlx::query_scalar(concat!("select i.message_id from ", of_ids!()))
             .bind(id_list(ids))
             .bind(consumer.0)
-            .all(&self.pool)
+            .all(&mut self.pool.acquire().await?)
             .await?;
         Ok(found.into_iter().map(MessageId::from).collect())
     }
@@ -148,7 +148,7 @@ impl OwnInbox for MySqlStore {
         let locked = sqlx::query(concat!("select 1 from ", of_ids!(), " for update nowait"))
             .bind(id_list(ids))
             .bind(consumer.0)
-            .all(&self.pool)
+            .all(&mut self.pool.acquire().await?)
             .await;
         match locked {
             Ok(_) => Ok(false),

@@ -116,7 +116,7 @@ impl RelaySession for MySqlSession {
             self.read_listed(rows_max.min(ROWS_MAX)).await?
         };
         if rows.is_empty() {
-            let fence = sqlx::query(FENCE).optional(&self.pool).await?;
+            let fence = sqlx::query(FENCE).optional(&mut self.pool.acquire().await?).await?;
             self.is_ours(&fence.ok_or_else(|| self.fenced("the row of the shard is gone"))?)?;
         }
         let positions: Vec<i64> = rows.iter().map(|row| row.position).collect();
@@ -189,9 +189,10 @@ impl RelaySession for MySqlSession {
             return Ok(Vec::new());
         }
         let list = number_list(positions.iter().copied());
-        let weights: Vec<(i64, i64)> = sqlx::query_as(DIVERTED_WEIGHTS).bind(list).all(&self.pool).await?;
+        let weights: Vec<(i64, i64)> =
+            sqlx::query_as(DIVERTED_WEIGHTS).bind(list).all(&mut self.pool.acquire().await?).await?;
         let list = number_list(first_within(weights, self.read_bytes));
-        let found = sqlx::query(DIVERTED_ROWS).bind(list).all(&self.pool).await?;
+        let found = sqlx::query(DIVERTED_ROWS).bind(list).all(&mut self.pool.acquire().await?).await?;
         found.iter().map(outbox_row).collect()
     }
 
@@ -232,8 +233,10 @@ impl MySqlSession {
     /// whose positions are new.
     async fn read_listed(&mut self, rows_max: usize) -> Result<(Vec<OutboxRow>, bool), StoreError> {
         let limit = self.in_flight.len() + rows_max;
-        let found: Vec<(i64,)> =
-            sqlx::query_as(POSITIONS).bind(i64::try_from(limit).unwrap_or(i64::MAX)).all(&self.pool).await?;
+        let found: Vec<(i64,)> = sqlx::query_as(POSITIONS)
+            .bind(i64::try_from(limit).unwrap_or(i64::MAX))
+            .all(&mut self.pool.acquire().await?)
+            .await?;
         let new = found.iter().map(|(position,)| *position).filter(|position| !self.in_flight.contains(position));
         let positions: Vec<i64> = new.take(rows_max).collect();
         if positions.is_empty() {
@@ -409,18 +412,22 @@ async fn divert(connection: &mut Bounded<MySql>, diverted: &[(i64, Diversion)]) 
         }
         Err(error) => return Err(error.into()),
     };
-    if usize::try_from(written).ok() != Some(diverted.len()) {
-        let wanted = diverted.len();
-        return Err(StoreError::Corrupt(format!("of {wanted} rows to divert the outbox holds {written}")));
-    }
-    Ok(())
+    check_all(written, diverted.len(), "divert", "outbox")
 }
 
 async fn change(connection: &mut Bounded<MySql>, changed: &[(i64, Diversion)]) -> Result<(), StoreError> {
-    if !changed.is_empty() {
-        sqlx::query(CHANGE).bind(diversion_list(changed)).run(connection).await?;
+    if changed.is_empty() {
+        return Ok(());
     }
-    Ok(())
+    let written = sqlx::query(CHANGE).bind(diversion_list(changed)).run(connection).await?.rows_affected();
+    check_all(written, changed.len(), "change", "dead and held table")
+}
+
+fn check_all(written: u64, wanted: usize, what: &str, table: &str) -> Result<(), StoreError> {
+    if usize::try_from(written) == Ok(wanted) {
+        return Ok(());
+    }
+    Err(StoreError::Corrupt(format!("of {wanted} rows to {what} the {table} holds {written}")))
 }
 
 /// Deletes the rows at these positions, which are in ascending order within each batch.

@@ -25,7 +25,7 @@ select w.pid::text, left(w.query, 100), extract(epoch from clock_timestamp() - c
 impl OperatorSql for PostgresStore {
     async fn waits(&self, longer_than: Duration) -> Result<Vec<LockWait>, StoreError> {
         let waits: Vec<(String, String, f64, Vec<String>)> =
-            sqlx::query_as(LOCK_WAITS).bind(longer_than.as_secs_f64()).all(&self.pool).await?;
+            sqlx::query_as(LOCK_WAITS).bind(longer_than.as_secs_f64()).all(&mut self.pool.acquire().await?).await?;
         let wait = |(connection, statement, seconds, holders)| LockWait { connection, statement, seconds, holders };
         Ok(waits.into_iter().map(wait).collect())
     }

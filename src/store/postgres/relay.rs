@@ -144,7 +144,7 @@ impl Outbox for PostgresStore {
 
     async fn proven_kept(&self) -> Result<Duration, StoreError> {
         let kept = "select value from oncebox.setting where name = 'outbox_retention_seconds'";
-        let seconds: Option<i64> = sqlx::query_scalar(kept).optional(&self.pool).await?;
+        let seconds: Option<i64> = sqlx::query_scalar(kept).optional(&mut self.pool.acquire().await?).await?;
         Ok(Duration::from_secs(seconds.unwrap_or(0).unsigned_abs()))
     }
 
@@ -182,7 +182,7 @@ impl Outbox for PostgresStore {
 
     async fn shards(&self) -> Result<Vec<i32>, StoreError> {
         let shards = sqlx::query_scalar("select shard_id from oncebox.shard order by shard_id");
-        Ok(shards.all(&self.pool).await?)
+        Ok(shards.all(&mut self.pool.acquire().await?).await?)
     }
 }
 

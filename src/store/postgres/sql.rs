@@ -118,6 +118,6 @@ impl SqlStore for PostgresStore {
     }
 
     fn run_alone(&self, statement: Statement) -> BoxFuture<'_, Result<u64, StoreError>> {
-        Box::pin(async move { Ok(bound(&statement)?.run(&self.pool).await?.rows_affected()) })
+        Box::pin(async move { Ok(bound(&statement)?.run(&mut self.pool.acquire().await?).await?.rows_affected()) })
     }
 }

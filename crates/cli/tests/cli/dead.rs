@@ -166,6 +166,10 @@ fn a_redrive_says_whether_a_process_of_the_consumer_is_there_to_handle_it() {
     let gone = redrive("c2");
     assert!(!gone.stderr.contains("handles it now"), "{}", gone.stderr);
     gone.ok_saying(&["hint: no process of `ledger` runs, the last was there 1h", "ago: start it"]);
+    let waited = place.oncebox(&["dead", "redrive", "c2", "--why", "mended", "--wait", "100ms"]).run();
+    waited.ends_with(3, &["hint: no process of `ledger` runs", "not every message was handled or sent within 100ms"]);
+    let list = place.oncebox(&["dead", "list", "--consumer", "legder"]).run();
+    list.ok_saying(&["hint: there is no consumer `legder`; `oncebox consumers list` shows them"]);
 }
 
 /// What the runbook says to do with a topic that nobody wants any more. A request stands until the
@@ -194,6 +198,9 @@ fn all_that_a_topic_holds_is_discarded_by_one_command() {
     assert!(place.oncebox(&again).run().ok().starts_with(&format!("discard 0:\n{left}")));
     let json = place.oncebox(&[&again[..], &["--output", "json"]].concat()).run().json();
     assert!(json["left"]["o2"].as_str().is_some_and(|why| why.contains("`discard`")), "{json}");
+    let waited = place.oncebox(&["dead", "redrive", "o2", "--why", "wanted after all", "--wait", "60s"]).run();
+    assert_eq!(waited.stdout, format!("redrive 0:\n{left}"));
+    waited.ends_with(3, &["not every message was handled or sent: mend what the errors name"]);
 }
 
 /// The first batch buries the message that holds the key: those behind it are held from then on.

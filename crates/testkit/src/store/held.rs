@@ -206,8 +206,21 @@ pub async fn a_discarded_row_is_gone_for_good<F: Fixture>(trial: &Trial<F>) {
     assert!(session.held(&[rows[0].position]).await.unwrap().is_empty());
 }
 
-/// A mark that diverts a row which was not read fails with `Corrupt`, and changes nothing.
-/// Otherwise a row could be passed without a trace.
+/// The reason of a dead or held row is kept up to its bound, because all of them are loaded when a
+/// session begins (G11).
+pub async fn g11_a_reason_is_kept_up_to_its_bound<F: Fixture>(trial: &Trial<F>) {
+    let long = || Diversion::HeldDestination { reason: "é".repeat(5_000) };
+    let messages = (0..2).map(|number| new_message("k", number.to_string())).collect();
+    let (mut session, rows) = diverted(trial, messages, &[(0, long()), (1, destination())]).await;
+    session.checkpoint(Mark { changed: vec![(rows[1].position, long())], ..Mark::default() }).await.unwrap();
+    for row in session.diverted(100).await.unwrap() {
+        let Diversion::HeldDestination { reason } = row.diversion else { panic!("{row:?}") };
+        assert_eq!(reason, "é".repeat(2_048), "{}", row.position);
+    }
+}
+
+/// A mark that diverts a row which was not read, or changes one that was not diverted, fails with
+/// `Corrupt`, and changes nothing. Otherwise a row could be passed without a trace.
 pub async fn a_mark_that_cannot_be_whole_changes_nothing<F: Fixture>(trial: &Trial<F>) {
     trial.enqueue((0..2).map(|number| new_message("k", number.to_string())).collect()).await;
     let mut session = trial.session("a").await;
@@ -218,7 +231,13 @@ pub async fn a_mark_that_cannot_be_whole_changes_nothing<F: Fixture>(trial: &Tri
     assert!(matches!(outcome, Err(StoreError::Corrupt(_))), "{outcome:?}");
     drop(session);
     let mut session = trial.session("a").await;
-    assert_eq!(payloads(&read_rows(&mut session, 2).await.0), ["0", "1"]);
+    let (rows, batch) = read_rows(&mut session, 2).await;
+    assert_eq!(payloads(&rows), ["0", "1"]);
+    assert_eq!(trial.store.status().await.unwrap().dead, 0);
+    let diverted = vec![(rows[0].position, dead(true))];
+    let mark = Mark { diverted, changed: vec![(rows[1].position, dead(true))], ..through(batch) };
+    let outcome = session.checkpoint(mark).await;
+    assert!(matches!(outcome, Err(StoreError::Corrupt(_))), "{outcome:?}");
     assert_eq!(trial.store.status().await.unwrap().dead, 0);
 }
 

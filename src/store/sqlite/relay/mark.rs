@@ -6,6 +6,7 @@ use sqlx::sqlite::SqliteConnection;
 
 use super::{Batch, SqliteSession};
 use crate::error::StoreError;
+use crate::operator::kept_error;
 use crate::outbox::port::{Diversion, Mark};
 use crate::store::sql::outbox::{self, SentNotDiscarded};
 use crate::store::sqlite::write::Write;
@@ -140,7 +141,7 @@ fn diversions_json(diversions: &[(i64, Diversion)]) -> String {
         let (state, cause, reason, holds) = outbox::columns(diversion);
         // The column has both: `dead`, `held-behind`, `held-destination`.
         let state = if state == "dead" { state.to_owned() } else { format!("{state}-{cause}") };
-        json!({ "position": position, "state": state, "holds": i64::from(holds), "reason": reason })
+        json!({ "position": position, "state": state, "holds": i64::from(holds), "reason": reason.map(kept_error) })
     });
     serde_json::Value::Array(rows.collect()).to_string()
 }
