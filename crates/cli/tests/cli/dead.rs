@@ -198,6 +198,8 @@ fn all_that_a_topic_holds_is_discarded_by_one_command() {
     assert!(place.oncebox(&again).run().ok().starts_with(&format!("discard 0:\n{left}")));
     let json = place.oncebox(&[&again[..], &["--output", "json"]].concat()).run().json();
     assert!(json["left"]["o2"].as_str().is_some_and(|why| why.contains("`discard`")), "{json}");
+    // A held message cannot be redriven, a dead one can.
+    place.sql("update oncebox_outbox_dead set state = 'dead' where position = 2");
     let waited = place.oncebox(&["dead", "redrive", "o2", "--why", "wanted after all", "--wait", "60s"]).run();
     assert_eq!(waited.stdout, format!("redrive 0:\n{left}"));
     waited.ends_with(3, &["not every message was handled or sent: mend what the errors name"]);
