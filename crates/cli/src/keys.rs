@@ -442,7 +442,11 @@ async fn to_purge(store: &dyn KeyOperator, hashes: &[String], filter: &Filter, a
         meant = Meant { keys: read, found_by: Some(found_by), ..meant };
     }
     for named in hashes {
-        meant.keys.push(by_digest(store, digits(named)?, named).await?);
+        let key = by_digest(store, digits(named)?, named).await?;
+        // Named twice, perhaps by fewer digits, it would be gone when its second turn comes.
+        if meant.keys.iter().all(|other| other.record.identity != key.record.identity) {
+            meant.keys.push(key);
+        }
     }
     Ok(meant)
 }

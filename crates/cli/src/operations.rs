@@ -275,7 +275,7 @@ async fn list(store: &dyn KeyOperator, filter: &Filter, output: Output) -> Resul
             say(
                 "ERROR",
                 &format!(
-                    "something happened of operation {id}, and its record is gone or says that it failed: find out what it did, then `oncebox operations judge {id}`"
+                    "something happened of operation {id}, and its record is gone or says that it failed: find out what it did. Then `oncebox operations judge {id}`; while the record stands, it says what to do instead"
                 ),
             );
         }
@@ -335,10 +335,14 @@ async fn retry(
     act: &Act,
     output: Output,
 ) -> Result<(), AppError> {
-    let mut seen = Vec::new();
+    let mut seen: Vec<StoredOperation> = Vec::new();
     for id in ids {
-        seen.push(one(store, *id).await?);
+        // Named twice, it would be changed when its second turn comes.
+        if seen.iter().all(|other| other.operation_id != *id) {
+            seen.push(one(store, *id).await?);
+        }
     }
+    let ids: Vec<Uuid> = seen.iter().map(|one| one.operation_id).collect();
     act.confirm(seen.len(), "operations", "taken up again")?;
     for dry_run in act.runs() {
         for one in &seen {
@@ -346,7 +350,7 @@ async fn retry(
             done.map_err(|error| refused(error).on(&one.operation_id.to_string()))?;
         }
     }
-    told("retry", ids, act, output)
+    told("retry", &ids, act, output)
 }
 
 fn told(verb: &str, ids: &[Uuid], act: &Act, output: Output) -> Result<(), AppError> {

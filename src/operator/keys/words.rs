@@ -43,8 +43,9 @@ pub(crate) fn still_stands(digest: &[u8], state: &str) -> StoreError {
     let digits = hex(digest);
     let hash = &digits[..digits.len().min(12)];
     StoreError::Refused(format!(
-        "its key {hash} stands as {state}, and this evidence keeps it from being executed again: judge it when the key \
-         is gone. If nothing happened, `oncebox keys release {hash} --against-evidence` forgets both"
+        "its key {hash} stands as {state}, and this evidence keeps it from being executed again. If nothing happened, \
+         `oncebox keys release {hash} --against-evidence` forgets both. If it happened, correct the business rows, and \
+         judge it when the key is gone"
     ))
 }
 

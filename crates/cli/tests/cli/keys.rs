@@ -194,6 +194,8 @@ fn o11_keys_are_released_and_purged_only_where_nothing_may_have_happened() {
     let dry = place.json(&["keys", "release", &hashed[0], "--why", "w", "--dry-run"]);
     assert_eq!(dry, json!({ "act": "release", "dry_run": true, "hashes": [hashed[0]] }));
     assert_eq!(hashes(&place, &[]).len(), 4);
+    let twice = place.oncebox(&["keys", "purge", &hashed[1], &hashed[1][..8], "--why", "w", "--dry-run"]).run();
+    assert_eq!(twice.ok(), format!("would purge 1: {}\n", hashed[1]));
     place.oncebox(&["keys", "release", &hashed[0], "--why", "asked for"]).run().ok();
     place.oncebox(&["keys", "purge", "--why", "w"]).run().fails(2, &["a filter, or --all"]);
     // A filter that is given beside a hash would otherwise keep nothing from the purge.
@@ -364,7 +366,7 @@ fn o6_an_operation_is_retried_as_its_worker_may_or_with_a_duplicate_accepted() {
     // One that is refused leaves the others as they are.
     place.oncebox(&["operations", "retry", &id, &other, "--why", "w", "--yes"]).run().fails(4, &["strategy `none`"]);
     assert_eq!((ids(&place, &["--parked"]).len(), place.audit().len()), (2, 0));
-    place.oncebox(&retry).run().ok();
+    assert_eq!(place.oncebox(&[&retry[..], &[&id]].concat()).run().ok(), format!("retry 1: {id}\n"), "named twice");
     assert_eq!(ids(&place, &["--parked"]), std::slice::from_ref(&other));
     place.oncebox(&["operations", "retry", &other, "--accept-duplicate", "--why", "may be twice"]).run().ok();
     let shown = place.json(&["operations", "show", &other]);
