@@ -292,7 +292,13 @@ impl Shared {
                 return Ok(RunEnd::Stopped);
             };
             let subscribed = match taken_back {
-                Ok(()) => self.broker.subscriber(&subscription(&self.options)).await,
+                Ok(()) => {
+                    // A broker that is silent would keep the stop waiting.
+                    let subscription = subscription(&self.options);
+                    let subscribing = stop.run_until_cancelled(self.broker.subscriber(&subscription)).await;
+                    let Some(subscribed) = subscribing else { return Ok(RunEnd::Stopped) };
+                    subscribed
+                }
                 Err(error) => Err(BrokerError::Session(error.to_string())),
             };
             let error = match subscribed {

@@ -162,7 +162,7 @@ impl Reports {
             "METADATA" => {
                 if let Some((topic, id)) = id_of_topic(line) {
                     self.set_topic_id(topic, id);
-                } else if is_metadata(line) {
+                } else if is_metadata(line) || is_connection(line) {
                     self.works();
                 }
             }
@@ -207,6 +207,13 @@ fn id_of_topic(line: &str) -> Option<(&str, &str)> {
 /// Finds "[thrd:main]: b:9092/bootstrap: 3 brokers, 1 topics": a broker has just answered.
 fn is_metadata(line: &str) -> bool {
     line.ends_with(" topics") && line.contains(" brokers, ")
+}
+
+/// Finds "[thrd:..]: Requesting metadata for 1/1 topics: connected", or the same question skipped
+/// because it is "already being requested": a connection is open and authorised. A producer that
+/// rests asks nothing else then.
+fn is_connection(line: &str) -> bool {
+    line.strip_suffix(": already being requested").unwrap_or(line).ends_with(": connected")
 }
 
 /// Reads "Fetch from broker 1 reached end of partition at offset 5 (HighwaterMark 5)"
@@ -275,6 +282,23 @@ mod tests {
         assert!(reports.all_down().is_some());
         reports.log(RDKafkaLogLevel::Debug, "METADATA", "[thrd:main]: b:1/1: 1 brokers, 1 topics");
         assert!(reports.all_down().is_none());
+    }
+
+    // Shown by: waiting for an answer with metadata: a publisher that rests got none for half a
+    // minute after its connection was closed and opened again.
+    #[test]
+    fn kafka_is_back_when_a_connection_is_open() {
+        for (line, is_back) in [
+            ("[thrd:b:1/1]: Skipping metadata refresh of 1 topic(s): connected: already being requested", true),
+            ("[thrd:b:1/1]: Requesting metadata for 1/1 topics: connected", true),
+            ("[thrd:main]: Skipping metadata refresh of 1 topic(s): connected: no usable brokers", false),
+            ("[thrd:main]: Requesting metadata for 1/1 topics: periodic topic and broker list refresh", false),
+        ] {
+            let reports = Reports::default();
+            reports.error(&KafkaError::Global(RDKafkaErrorCode::AllBrokersDown), "1/1 brokers are down");
+            reports.log(RDKafkaLogLevel::Debug, "METADATA", line);
+            assert_eq!(reports.all_down().is_none(), is_back, "{line}");
+        }
     }
 
     // Shown by: deciding by the code alone.
