@@ -288,19 +288,14 @@ impl Shared {
             if stop.is_cancelled() || !self.until_it_answers(stop).await {
                 return Ok(RunEnd::Stopped);
             }
-            let Some(taken_back) = stop.run_until_cancelled(self.take_back_unspent(consumer)).await else {
-                return Ok(RunEnd::Stopped);
-            };
-            let subscribed = match taken_back {
-                Ok(()) => {
-                    // A broker that is silent would keep the stop waiting.
-                    let subscription = subscription(&self.options);
-                    let subscribing = stop.run_until_cancelled(self.broker.subscriber(&subscription)).await;
-                    let Some(subscribed) = subscribing else { return Ok(RunEnd::Stopped) };
-                    subscribed
+            let subscribing = async {
+                match self.take_back_unspent(consumer).await {
+                    Ok(()) => self.broker.subscriber(&subscription(&self.options)).await,
+                    Err(error) => Err(BrokerError::Session(error.to_string())),
                 }
-                Err(error) => Err(BrokerError::Session(error.to_string())),
             };
+            // A database or a broker that is silent would keep the stop waiting.
+            let Some(subscribed) = stop.run_until_cancelled(subscribing).await else { return Ok(RunEnd::Stopped) };
             let error = match subscribed {
                 Ok(subscriber) => {
                     let began = tokio::time::Instant::now();

@@ -186,10 +186,8 @@ impl Relay {
     async fn connect(&self, stop: &CancellationToken) -> Result<Option<Box<dyn Publisher>>, BrokerError> {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(10));
         loop {
-            let opened = tokio::select! {
-                (opened, _) = shown(self, NO_SESSION, self.broker.publisher()) => opened,
-                () = stop.cancelled() => return Ok(None),
-            };
+            let opening = shown(self, NO_SESSION, self.broker.publisher());
+            let Some((opened, _)) = stop.run_until_cancelled(opening).await else { return Ok(None) };
             match opened {
                 Ok(publisher) => return Ok(Some(publisher)),
                 Err(error @ BrokerError::Refused(_)) => return Err(error),

@@ -45,7 +45,10 @@ fn look(config: &KafkaConfig, subscriptions: &[Subscription]) -> Result<Vec<Find
         let found = topology::find(&metadata, topic);
         match topology::state(found) {
             TopicState::Ready => {
-                let away: Vec<i32> = found.into_iter().flat_map(topology::leaderless).collect();
+                let partitions = found.into_iter().flat_map(MetadataTopic::partitions);
+                let away =
+                    partitions.filter(|partition| !topology::has_leader(partition)).map(|partition| partition.id());
+                let away: Vec<i32> = away.collect();
                 findings.extend(leaders(config, topic, &away));
                 present.push((topic, found.map_or(0, copies)));
             }

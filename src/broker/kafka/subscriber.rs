@@ -250,18 +250,8 @@ async fn watch_leaders(
 fn look_for_leaders(consumer: &Weak<BaseConsumer<MemberContext>>, shared: &PollerState) -> Result<(), BrokerError> {
     let begun = shared.assignment().begun();
     let Some(consumer) = consumer.upgrade() else { return Ok(()) };
-    let topics: BTreeSet<&str> = begun.iter().map(|source| &*source.place).collect();
-    let topics: Vec<&str> = topics.into_iter().collect();
-    let answers = topology::asked(&topics, |topic| {
-        let answer = consumer.fetch_metadata(topic, ASK_DEADLINE);
-        answer.map_err(|error| BrokerError::Unavailable(format!("leaders of kafka partitions: {error}")))
-    })?;
-    let found = topology::by_name(&answers);
-    let is_away = |source: &PartitionId| {
-        let topic = found.get(&*source.place);
-        topic.is_some_and(|topic| topology::leaderless(topic).any(|partition| partition == source.partition))
-    };
-    shared.assignment().note_leaders(&begun, |source| !is_away(source));
+    let away = leaderless(&consumer, &begun)?;
+    shared.assignment().note_leaders(&begun, |source| !away.contains(source));
     Ok(())
 }
 
@@ -314,7 +304,8 @@ fn leaderless<'a>(
             .fetch_metadata(Some(topic), ASK_DEADLINE)
             .map_err(|error| BrokerError::Unavailable(format!("kafka topic `{topic}`: {error}")))?;
         let partitions = topology::find(&metadata, topic).map_or(&[][..], |found| found.partitions());
-        let led: HashSet<i32> = partitions.iter().filter(|found| found.leader() >= 0).map(|found| found.id()).collect();
+        let led: HashSet<i32> =
+            partitions.iter().filter(|found| topology::has_leader(found)).map(|found| found.id()).collect();
         away.retain(|source| &*source.place != topic || !led.contains(&source.partition));
     }
     Ok(away)

@@ -195,14 +195,13 @@ pub(super) fn state(topic: Option<&MetadataTopic>) -> TopicState {
     };
     match topic_error(topic) {
         Some(code) => TopicState::NotReady(errors::topic_trouble(code)),
-        None if topic.partitions().iter().any(|partition| partition.leader() >= 0) => TopicState::Ready,
+        None if topic.partitions().iter().any(has_leader) => TopicState::Ready,
         None => TopicState::NotReady("no partition has a leader".to_owned()),
     }
 }
 
-/// The partitions of a topic that have no leader.
-pub(super) fn leaderless(topic: &MetadataTopic) -> impl Iterator<Item = i32> {
-    topic.partitions().iter().filter(|partition| partition.leader() < 0).map(MetadataPartition::id)
+pub(super) fn has_leader(partition: &MetadataPartition) -> bool {
+    partition.leader() >= 0
 }
 
 /// How many partitions a topic has: 0 where it does not exist, `None` where that is not told.

@@ -56,7 +56,7 @@ impl<'a> Looker<'a> {
         for topic in self.topics {
             let metadata = self.reader.fetch_metadata(Some(topic), ASK_DEADLINE).ok()?;
             let partitions = topology::find(&metadata, topic).map_or(&[][..], |found| found.partitions());
-            for partition in partitions.iter().filter(|partition| partition.leader() >= 0) {
+            for partition in partitions.iter().filter(|partition| topology::has_leader(partition)) {
                 list.add_partition(topic, partition.id());
             }
         }

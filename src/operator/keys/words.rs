@@ -40,8 +40,7 @@ pub(crate) fn nothing_known() -> StoreError {
 /// The error for evidence of a late run whose record says that it failed. Without the evidence the
 /// next request under the key would execute again.
 pub(crate) fn still_stands(digest: &[u8], state: &str) -> StoreError {
-    let digits = hex(digest);
-    let hash = &digits[..digits.len().min(12)];
+    let hash = hex(&digest[..digest.len().min(6)]);
     StoreError::Refused(format!(
         "its key {hash} stands as {state}, and this evidence keeps it from being executed again. If nothing happened, \
          `oncebox keys release {hash} --against-evidence` forgets both. If it happened, correct the business rows, and \

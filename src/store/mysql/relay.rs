@@ -412,7 +412,7 @@ async fn divert(connection: &mut Bounded<MySql>, diverted: &[(i64, Diversion)]) 
         }
         Err(error) => return Err(error.into()),
     };
-    check_all(written, diverted.len(), "divert", "outbox")
+    outbox::check_all(written, diverted)
 }
 
 async fn change(connection: &mut Bounded<MySql>, changed: &[(i64, Diversion)]) -> Result<(), StoreError> {
@@ -420,14 +420,7 @@ async fn change(connection: &mut Bounded<MySql>, changed: &[(i64, Diversion)]) -
         return Ok(());
     }
     let written = sqlx::query(CHANGE).bind(diversion_list(changed)).run(connection).await?.rows_affected();
-    check_all(written, changed.len(), "change", "dead and held table")
-}
-
-fn check_all(written: u64, wanted: usize, what: &str, table: &str) -> Result<(), StoreError> {
-    if usize::try_from(written) == Ok(wanted) {
-        return Ok(());
-    }
-    Err(StoreError::Corrupt(format!("of {wanted} rows to {what} the {table} holds {written}")))
+    outbox::check_all(written, changed)
 }
 
 /// Deletes the rows at these positions, which are in ascending order within each batch.
@@ -486,7 +479,7 @@ async fn release(connection: &mut Bounded<MySql>, positions: &[i64]) -> Result<S
         return Ok(SentNotDiscarded::default());
     }
     let done = sqlx::query(DELETE_RELEASED).bind(number_list(positions.iter().copied())).run(&mut *connection).await?;
-    if outbox::are_all(done.rows_affected(), positions) {
+    if outbox::are_all(done.rows_affected(), positions.len()) {
         return Ok(SentNotDiscarded::default());
     }
     let sent = outbox::sent_not_discarded(connection, positions).await?;

@@ -106,13 +106,7 @@ pub(super) async fn write(
             .bind(&columns.holds)
             .run(&mut *connection)
             .await?;
-        if usize::try_from(done.rows_affected()) != Ok(rows.len()) {
-            return Err(StoreError::Corrupt(format!(
-                "of the messages at {:?} only {} are still where they were read",
-                columns.positions,
-                done.rows_affected()
-            )));
-        }
+        outbox::check_all(done.rows_affected(), rows)?;
     }
     let skipped: Vec<i64> = mark
         .diverted
@@ -135,7 +129,9 @@ pub(super) async fn write(
 /// request is either seen here or finds no row: a look before the deletion could miss one.
 async fn release(connection: &mut Bounded<Postgres>, positions: &[i64]) -> Result<SentNotDiscarded, StoreError> {
     let delete = |all: bool| sqlx::query(RELEASE).bind(positions).bind(all);
-    if positions.is_empty() || outbox::are_all(delete(false).run(&mut *connection).await?.rows_affected(), positions) {
+    if positions.is_empty()
+        || outbox::are_all(delete(false).run(&mut *connection).await?.rows_affected(), positions.len())
+    {
         return Ok(SentNotDiscarded::default());
     }
     let sent = outbox::sent_not_discarded(connection, positions).await?;

@@ -185,10 +185,19 @@ pub(in crate::store) async fn sent_not_discarded(
     Ok(SentNotDiscarded(sent))
 }
 
-/// Whether a statement about these positions changed the row of each.
-#[cfg(any(feature = "mysql", feature = "postgres"))]
-pub(in crate::store) fn are_all(changed: u64, positions: &[i64]) -> bool {
-    usize::try_from(changed) == Ok(positions.len())
+/// Whether a statement about so many rows found each of them.
+pub(in crate::store) fn are_all(found: u64, rows: usize) -> bool {
+    usize::try_from(found) == Ok(rows)
+}
+
+/// Fails where a mark did not find each row that it diverts or changes: it was never proven, and
+/// would be lost.
+pub(in crate::store) fn check_all(found: u64, rows: &[(i64, Diversion)]) -> Result<(), StoreError> {
+    if are_all(found, rows.len()) {
+        return Ok(());
+    }
+    let positions: Vec<i64> = rows.iter().map(|(position, _)| *position).collect();
+    Err(StoreError::Corrupt(format!("of the messages at {positions:?} only {found} are still where they were read")))
 }
 
 /// Why an operator's discard had no effect, for audit and log.

@@ -108,7 +108,7 @@ async fn divert(connection: &mut SqliteConnection, diverted: &[(i64, Diversion)]
         " from json_each(?) as d join oncebox_outbox as o on o.position = d.value ->> 'position'"
     ));
     let copied = copy.bind(diversions_json(diverted)).execute(connection).await?.rows_affected();
-    check_all(copied, diverted.len(), "diverted")
+    outbox::check_all(copied, diverted)
 }
 
 /// Changes the state of dead and held rows. An operator's request to send such a row is done, so it
@@ -122,14 +122,7 @@ async fn change(connection: &mut SqliteConnection, changed: &[(i64, Diversion)])
         " from json_each(?) as d where oncebox_outbox_dead.position = d.value ->> 'position'"
     ));
     let done = change.bind(diversions_json(changed)).execute(connection).await?.rows_affected();
-    check_all(done, changed.len(), "changed")
-}
-
-fn check_all(done: u64, wanted: usize, what: &str) -> Result<(), StoreError> {
-    if done == wanted as u64 {
-        return Ok(());
-    }
-    Err(StoreError::Corrupt(format!("{wanted} rows were to be {what}, {done} are there")))
+    outbox::check_all(done, changed)
 }
 
 pub(super) fn positions_json(positions: &[i64]) -> String {
