@@ -9,7 +9,7 @@
 //! | file | holds |
 //! |---|---|
 //! | `flow`, `phase`, `ends` | what an author writes, and how a phase may end |
-//! | `context` | the operation that a phase belongs to, the ids derived from it, and where it continues |
+//! | `context` | the operation of a phase, the ids derived from it, and where it continues |
 //! | `effect`, `provider`, `http` | effects, adapters, an adapter over HTTP |
 //! | `sending`, `webhook`, `email` | an operation with one effect: a signed webhook, an e-mail |
 //! | `engine`, `opening` | a request for an operation, and the first phase |

@@ -337,8 +337,7 @@ pub trait KeyOperator: Phases {
     ///
     /// # Errors
     /// [`StoreError::Refused`]: the operation has no outcome yet; nothing is known of this id; or
-    /// the record of a late run still says that it failed, and its evidence keeps the key from
-    /// being run again.
+    /// its record still says that it failed, and only this evidence prevents another run.
     async fn judge(&self, operation_id: Uuid, context: &ActContext) -> Result<(), StoreError>;
 
     /// Changes a record and writes the audit row, fenced by the epoch that was read.
@@ -484,8 +483,8 @@ pub trait KeyOperator: Phases {
     /// [`StoreError::Refused`]: it has its outcome; a process drives it and `take_over` is not
     /// given; there is no such effect, or it is settled; only the reason of its parking has what a
     /// provider said of another effect; the evidence says the opposite, or a failure is recorded
-    /// while an effect was not undone, and `against_evidence` is not given; it has changed since it
-    /// was read.
+    /// while an effect was not undone, and `against_evidence` is not given; it was changed after
+    /// `seen` was read.
     async fn resolve(
         &self,
         seen: &StoredOperation,

@@ -262,9 +262,9 @@ async fn r27_a_database_that_is_read_only_for_everybody_is_waited_for_and_nothin
     .await;
 }
 
-/// As on a full disk of SQLite: every statement works, and no COMMIT does. Shown by: a proof that
-/// the database works which rolls back (the message was to be stored as waiting, and was not tried
-/// again).
+/// As on a full disk of SQLite: every statement works, and no COMMIT does. Shown by: rolling back
+/// the transaction that is to prove that the database works. Then the message was to be stored as
+/// waiting, and was not tried again.
 #[tokio::test]
 async fn r27_a_database_that_commits_for_nobody_is_waited_for_and_nothing_is_stored() {
     let (heard, _hearing) = super::observed::hear();

@@ -86,8 +86,8 @@ pub(super) fn lasting(error: &impl std::fmt::Display) -> String {
 }
 
 /// Whether the database works for others: commits a transaction that inserts a row into the inbox
-/// and deletes it again. Without the commit SQLite would write nothing to its file, and a full disk
-/// would look well.
+/// and deletes it again. A rollback would not show that the disk of a SQLite file is full, because
+/// only a commit writes to the file.
 async fn works(shared: &Shared, consumer: ConsumerId) -> bool {
     let id = MessageId::new();
     let work = async {

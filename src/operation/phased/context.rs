@@ -54,8 +54,8 @@ impl Context {
         Builder::from_unix_timestamp_millis(u64::from_be_bytes(time), &rest).into_uuid()
     }
 
-    /// The key of an effect at its provider: `op_` and 40 hexadecimal digits. It never changes
-    /// (O7).
+    /// The key of an effect at its provider: `op_` and 40 hexadecimal digits. It is the same in
+    /// each send of the effect (O7).
     pub(super) fn provider_key(&self, effect: &str) -> String {
         format!("op_{}", hex(&self.digest("provider", effect)[..20]))
     }

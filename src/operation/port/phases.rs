@@ -130,8 +130,8 @@ pub struct StoredOperation {
 }
 
 impl StoredOperation {
-    /// The effect and the verdict that [`unstored`] wrote into the reason of its parking, which is
-    /// the only copy.
+    /// The effect and the verdict in the reason of its parking, where [`unstored`] wrote them: no
+    /// row of evidence has them.
     pub(crate) fn unstored(&self) -> Option<(&str, Verdict)> {
         let said = self.parked.as_deref()?.strip_prefix(UNSTORED)?;
         let (send, verdict) = said.rsplit_once(": ")?;

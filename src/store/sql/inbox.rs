@@ -59,8 +59,8 @@ const SKEW: &str = "select value from oncebox.limits where name = 'id_skew_secon
 const REGISTER: &str = "insert into oncebox.consumer (name, id_rule, registered_at, seen_at) \
     values (:name, :rule, {clock}, {clock}) {pg lite: on conflict (name) do nothing}{my: on duplicate key update name = name}";
 
-/// A consumer that starts counts as seen: an operator who forgets it waits for this row, and then
-/// is refused.
+/// A consumer that starts counts as seen. An operator's act that forgets it waits for the lock of
+/// this row, and is then refused.
 const START: &str = "update oncebox.consumer set id_rule = :rule, seen_at = {clock} where consumer_id = :consumer";
 
 const SEEN: &str = "update oncebox.consumer set seen_at = {clock} where consumer_id = :consumer and id_rule = :rule";

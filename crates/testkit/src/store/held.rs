@@ -206,8 +206,8 @@ pub async fn a_discarded_row_is_gone_for_good<F: Fixture>(trial: &Trial<F>) {
     assert!(session.held(&[rows[0].position]).await.unwrap().is_empty());
 }
 
-/// The reason of a dead or held row is kept up to its bound, because all of them are loaded when a
-/// session begins (G11).
+/// The reason of a dead or held row is kept up to its bound: a session loads all reasons when it
+/// begins, and what it holds in memory is bounded (G11).
 pub async fn g11_a_reason_is_kept_up_to_its_bound<F: Fixture>(trial: &Trial<F>) {
     let long = || Diversion::HeldDestination { reason: "é".repeat(5_000) };
     let messages = (0..2).map(|number| new_message("k", number.to_string())).collect();

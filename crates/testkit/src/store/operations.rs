@@ -142,8 +142,7 @@ pub async fn a_failed_run_is_not_reclaimed_where_a_late_one_succeeded<F: Fixture
 
 /// Evidence of a run after its lease is no conflict where the record says the same, also when the
 /// key is used anew. Where the record says that the run failed, the evidence stays until a person
-/// has judged it. It cannot be judged while that record stands, because it keeps the key from being
-/// freed.
+/// has judged it. It cannot be judged while that record stands: the key would be free to run again.
 ///
 /// Shown by: a claim that keeps, or removes, the evidence in both cases; a judgement that removes
 /// it while the record stands.

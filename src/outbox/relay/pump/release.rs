@@ -415,8 +415,7 @@ impl Pump<'_> {
     /// nothing must wait for it.
     ///
     /// The next owner of the shard deletes rows too, and only after it has taken the lease. So a
-    /// checkpoint comes first: it fails where the lease is lost, and then nothing is said of the
-    /// rows.
+    /// checkpoint comes first. It fails where the lease is lost, and then no warning is logged.
     async fn forget_what_is_gone(&mut self, asked: &[i64], rows: &[OutboxRow]) -> Result<(), Doubt> {
         let last = rows.last().map(|row| row.position);
         let came: HashSet<i64> = rows.iter().map(|row| row.position).collect();

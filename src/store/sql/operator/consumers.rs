@@ -20,9 +20,9 @@ const DELETES: [&str; 3] = [
     "delete from oncebox.assignment where consumer_id = :consumer",
 ];
 
-/// Also sets an id rule that no process can have. So a process that still runs under this number
-/// learns it when it next records that it is there, although the row stands until the inbox is
-/// deleted.
+/// Also sets an id rule that no process can have. The row stands until the inbox is deleted. A
+/// process that still runs under this number learns from the rule that it is forgotten, when it
+/// next records that it is there.
 const RENAME: &str = "update oncebox.consumer set name = :name, id_rule = '(forgotten)' where consumer_id = :consumer";
 
 /// Deletes a page of its inbox, which is two tables on PostgreSQL.
