@@ -169,10 +169,13 @@ pub(crate) fn is_commit_undone(error: &sqlx::Error) -> bool {
     matches!(code_of(error), Some(Code::Sqlite(code)) if matches!(code & 0xff, 8 | 13)) // READONLY, FULL
 }
 
-/// Whether the server takes no writes, as one that was a primary before a failover.
-#[cfg(any(feature = "postgres", feature = "mysql"))]
+/// Whether the server takes no writes, as one that was a primary before a failover, or the file
+/// none.
 pub(crate) fn is_read_only(error: &sqlx::Error) -> bool {
-    matches!(code_of(error), Some(Code::State("25006") | Code::MySql(1290 | 1836)))
+    match code_of(error) {
+        Some(Code::Sqlite(code)) => code & 0xff == 8,
+        said => matches!(said, Some(Code::State("25006") | Code::MySql(1290 | 1836))),
+    }
 }
 
 /// Whether one statement may have caused an error that looks like a database that is away: the

@@ -1,7 +1,9 @@
 //! Several processes at one file: turns that come back from the dead, and programs in other
 //! languages.
 
+use std::fs::File;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -9,12 +11,13 @@ use std::time::{Duration, Instant};
 
 use oncebox::message::{MessageId, NewMessage};
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, Inbox, InboxEntry, StoreOptions};
+use oncebox::store::{Base, Inbox, InboxEntry, Schema, StoreOptions};
 use oncebox_testkit::store::Trial;
 
 use crate::fixture::SqliteFile;
 
 const CHILD: &str = "ONCEBOX_TEST_CHILD_OF";
+const READ_ONLY: &str = "ONCEBOX_TEST_READ_ONLY_IN";
 
 /// Not a test of its own: what the next one runs as another process. It holds the turn and the
 /// write lock until it is killed.
@@ -67,6 +70,64 @@ async fn r14_a_process_that_is_killed_gives_its_turn_back() {
     };
     assert_eq!(trial.effects("child").await, 0);
     trial.store.begin(consumer).await.unwrap().commit().await.unwrap();
+}
+
+/// Not a test of its own: what the next one runs as a process that obeys the modes of files.
+#[tokio::test]
+async fn a_child_whose_file_is_read_only_at_first() {
+    let Ok(directory) = std::env::var(READ_ONLY) else { return };
+    let files = || std::fs::read_dir(&directory).unwrap().map(|file| file.unwrap().path());
+    let set_mode = |mode: u32| {
+        files().for_each(|file| std::fs::set_permissions(file, PermissionsExt::from_mode(mode)).unwrap());
+    };
+    set_mode(0o444);
+    assert!(files().all(|file| File::options().write(true).open(file).is_err()), "this process obeys no mode");
+    let url = format!("sqlite://{directory}/test.db");
+    let store = SqliteStore::connect(&StoreOptions::new(url)).await.unwrap();
+    // Several connections at once, as the parts of a program open them.
+    let looks = (0..4).map(|_| async { store.schema().await?.require() });
+    for looked in futures_util::future::join_all(looks).await {
+        looked.unwrap();
+    }
+    let refused = store.register(&spec("early")).await.unwrap_err();
+    assert!(refused.is_transient(), "{refused}");
+    set_mode(0o644);
+    let began = Instant::now();
+    while let Err(error) = store.register(&spec("later")).await {
+        // Connections close in tasks of their own, and a program tries again after a pause, too.
+        assert!(error.is_transient() && began.elapsed() < Duration::from_secs(20), "{error}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// A program that was started while the disk could not be written goes on when it can be. Shown to
+/// fail: without the change of state in `connect`, by which such a connection is used only once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_file_that_was_read_only_at_the_start_is_written_later() {
+    let trial = Trial::<SqliteFile>::start("read_only").await.unwrap();
+    trial.store.register(&spec("before")).await.unwrap();
+    // As a process leaves them that is killed: with a log that was not copied into the file.
+    let directory = tempfile::tempdir().unwrap();
+    for file in std::fs::read_dir(trial.fixture.path().parent().unwrap()).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), directory.path().join(file.file_name())).unwrap();
+    }
+    let left = |end: &str| directory.path().join(format!("test.db{end}")).exists();
+    assert!(["", "-wal", "-shm", ".oncebox-lock"].into_iter().all(left), "a file is missing");
+    // Root obeys modes only without these capabilities.
+    let is_root = std::fs::metadata("/proc/self").unwrap().uid() == 0;
+    let program = std::env::current_exe().unwrap();
+    let mut child = match is_root {
+        true => {
+            let mut child = Command::new("setpriv");
+            child.arg("--bounding-set=-dac_override,-dac_read_search").arg(program);
+            child
+        }
+        false => Command::new(program),
+    };
+    let child = child.args(["--exact", "processes::a_child_whose_file_is_read_only_at_first", "--nocapture"]);
+    let done = child.env(READ_ONLY, directory.path()).output().unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
 }
 
 /// The turn is no part of the promise: a program without it is only less polite.
