@@ -48,7 +48,7 @@ pub(super) struct Fenced {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Standing {
+pub(super) struct GroupState {
     pub(super) leases: Vec<Lease>,
     /// Partitions above this member's quota.
     pub(super) give_up: Vec<i64>,
@@ -100,7 +100,7 @@ pub(super) async fn join(
 
 /// Renews this member's time, removes dead members, and takes the free partitions of its share.
 /// Returns `None` where other members have removed this one: join again.
-pub(super) async fn stand(tx: &mut SqliteConnection, me: &Membership) -> Result<Option<Standing>, sqlx::Error> {
+pub(super) async fn heartbeat(tx: &mut SqliteConnection, me: &Membership) -> Result<Option<GroupState>, sqlx::Error> {
     let now: i64 = sqlx::query_scalar(NOW).fetch_one(&mut *tx).await?;
     let alive = sqlx::query("update member set expires_at = ? where member_id = ?")
         .bind(now + millis(me.session))
@@ -119,7 +119,7 @@ pub(super) async fn stand(tx: &mut SqliteConnection, me: &Membership) -> Result<
     .fetch_all(&mut *tx)
     .await?;
     for member_id in dead {
-        bury(tx, me.group_id, member_id).await?;
+        remove_member(tx, me.group_id, member_id).await?;
         changed = true;
     }
 
@@ -151,7 +151,7 @@ pub(super) async fn stand(tx: &mut SqliteConnection, me: &Membership) -> Result<
     .fetch_one(&mut *tx)
     .await?;
     let (_, leases) = look(tx, me).await?;
-    Ok(Some(Standing { leases, give_up: share.give_up, complete: share.complete, generation }))
+    Ok(Some(GroupState { leases, give_up: share.give_up, complete: share.complete, generation }))
 }
 
 /// Reads the group's generation and this member's leases in one statement, for a poll.
@@ -201,11 +201,11 @@ pub(super) async fn settle(tx: &mut SqliteConnection, me: &Membership, fenced: &
 
 /// Leaves the group: all its partitions are free at once.
 pub(super) async fn leave(tx: &mut SqliteConnection, me: &Membership) -> Result<(), sqlx::Error> {
-    bury(tx, me.group_id, me.member_id).await?;
+    remove_member(tx, me.group_id, me.member_id).await?;
     raise(tx, me.group_id).await
 }
 
-async fn bury(tx: &mut SqliteConnection, group_id: i64, member_id: i64) -> Result<(), sqlx::Error> {
+async fn remove_member(tx: &mut SqliteConnection, group_id: i64, member_id: i64) -> Result<(), sqlx::Error> {
     sqlx::query("update lease set member_id = null, epoch = epoch + 1 where group_id = ? and member_id = ?")
         .bind(group_id)
         .bind(member_id)
@@ -275,7 +275,7 @@ mod tests {
         let (mut file, topic) = file().await;
         let topics = [topic];
         let old = join(&mut file, "g", &topics, SESSION).await.unwrap();
-        let lease = stand(&mut file, &old).await.unwrap().unwrap().leases[0];
+        let lease = heartbeat(&mut file, &old).await.unwrap().unwrap().leases[0];
         let fenced = |committed, epoch, release| Fenced {
             partition_id: lease.partition_id,
             epoch,
@@ -291,12 +291,12 @@ mod tests {
 
         leave(&mut file, &old).await.unwrap();
         let new = join(&mut file, "g", &topics, SESSION).await.unwrap();
-        let taken = stand(&mut file, &new).await.unwrap().unwrap().leases[0];
+        let taken = heartbeat(&mut file, &new).await.unwrap().unwrap().leases[0];
         assert!(taken.epoch > lease.epoch && taken.committed == 5);
         settle(&mut file, &old, &[fenced(9, taken.epoch, true)]).await.unwrap();
         assert_eq!(committed(&mut file, lease.partition_id).await, 5, "another member commits and frees nothing");
         assert_eq!(look(&mut file, &new).await.unwrap().1.len(), 2);
-        assert_eq!(stand(&mut file, &old).await.unwrap(), None, "who was buried knows it");
+        assert_eq!(heartbeat(&mut file, &old).await.unwrap(), None, "who was removed knows it");
     }
 
     #[tokio::test]
@@ -304,19 +304,19 @@ mod tests {
         let (mut file, topic) = file().await;
         let topics = [topic];
         let first = join(&mut file, "g", &topics, SESSION).await.unwrap();
-        assert_eq!(stand(&mut file, &first).await.unwrap().unwrap().leases.len(), 2);
+        assert_eq!(heartbeat(&mut file, &first).await.unwrap().unwrap().leases.len(), 2);
         let second = join(&mut file, "g", &topics, SESSION).await.unwrap();
-        let standing = stand(&mut file, &second).await.unwrap().unwrap();
-        assert!(standing.leases.is_empty() && standing.complete, "others hold them all");
-        let standing = stand(&mut file, &first).await.unwrap().unwrap();
-        let [surplus] = standing.give_up[..] else { panic!("{standing:?}") };
-        let epoch = standing.leases.iter().find(|lease| lease.partition_id == surplus).unwrap().epoch;
+        let state = heartbeat(&mut file, &second).await.unwrap().unwrap();
+        assert!(state.leases.is_empty() && state.complete, "others hold them all");
+        let state = heartbeat(&mut file, &first).await.unwrap().unwrap();
+        let [surplus] = state.give_up[..] else { panic!("{state:?}") };
+        let epoch = state.leases.iter().find(|lease| lease.partition_id == surplus).unwrap().epoch;
         let back = Fenced { partition_id: surplus, epoch, committed: Some(7), release: true };
         settle(&mut file, &first, &[back]).await.unwrap();
         let (generation, _) = look(&mut file, &second).await.unwrap();
-        assert_ne!(generation, standing.generation, "the others are told to look");
-        let standing = stand(&mut file, &second).await.unwrap().unwrap();
-        assert_eq!(standing.leases.len(), 1);
-        assert_eq!((standing.leases[0].partition_id, standing.leases[0].committed), (surplus, 7));
+        assert_ne!(generation, state.generation, "the others are told to look");
+        let state = heartbeat(&mut file, &second).await.unwrap().unwrap();
+        assert_eq!(state.leases.len(), 1);
+        assert_eq!((state.leases[0].partition_id, state.leases[0].committed), (surplus, 7));
     }
 }

@@ -1,11 +1,11 @@
 //! The task of one group member: it renews the leases, shares partitions with the other members,
 //! reads ahead and commits offsets.
 //!
-//! Guarantees: reading goes on while a transaction waits for its turn. Rows in flight stay below
-//! `in_flight_max` and below two queued batches, and their bytes below `in_flight_bytes_max` plus
-//! the row that reaches it. A partition that must be given up is read no further; its lease is
-//! released when the runtime has finished or `drain` is over, in the transaction that commits its
-//! last offsets.
+//! Guarantees: reading goes on while a transaction waits for its turn. At most `in_flight_max` rows
+//! and two queued batches are in flight (rows set aside do not count), and their bytes stay below
+//! `in_flight_bytes_max` plus the row that reaches it. A partition that must be given up is read no
+//! further; its lease is released when the runtime has finished or `drain` is over, in the
+//! transaction that commits its last offsets.
 //!
 //! Polling is adaptive, every 2 to 20 ms, and costs one pragma where nothing changed.
 
@@ -18,7 +18,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-use super::group::{self, Fenced, Membership, Standing};
+use super::group::{self, Fenced, GroupState, Membership};
 use super::log::{Log, LogConnection};
 use super::record::{self, Range};
 use super::talk::{MemberState, Said, Told};
@@ -28,8 +28,9 @@ use crate::error::BrokerError;
 use crate::inbox::rules::position::BrokerOffsets;
 use crate::task;
 
-/// Most rows of one batch, and below, most bytes.
+/// Most rows of one batch.
 const BATCH_ROWS: usize = 500;
+/// Most bytes of one batch.
 const BATCH_BYTES: usize = 4 * 1024 * 1024;
 const BATCHES_QUEUED: usize = 2;
 const POLL_MIN: Duration = Duration::from_millis(2);
@@ -45,8 +46,9 @@ struct Owned {
     position: i64,
     /// The next offset to be written, as it was seen last.
     end: i64,
-    /// The next offset to be handled: as the runtime reported it, and below, as the file has it.
+    /// The next offset to be handled, as the runtime reported it.
     acknowledged: i64,
+    /// The next offset to be handled, as the file has it.
     committed: i64,
     /// Rows that were read and are neither finished nor acknowledged, by offset.
     in_flight: VecDeque<Unfinished>,
@@ -58,14 +60,14 @@ struct Owned {
 #[derive(Debug, Default)]
 struct Order {
     fenced: Vec<Fenced>,
-    stand: bool,
+    heartbeat: bool,
     leave: bool,
 }
 
 #[derive(Debug)]
 struct Written {
     order: Order,
-    standing: Option<Standing>,
+    state: Option<GroupState>,
     /// The new membership, where other members had removed this one and it joined again.
     joined_anew: Option<Membership>,
 }
@@ -84,7 +86,7 @@ impl Owned {
     }
 
     /// Counts a row no longer as in flight. A row set aside is still in memory: its bytes count.
-    fn spare(&mut self, offset: i64, is_aside: bool) {
+    fn no_longer_in_flight(&mut self, offset: i64, is_aside: bool) {
         let Ok(place) = self.in_flight.binary_search_by_key(&offset, |row| row.offset) else { return };
         if is_aside {
             self.in_flight[place].is_aside = true;
@@ -112,10 +114,11 @@ pub(super) struct Member {
     shared: Arc<MemberState>,
     events: mpsc::UnboundedSender<Told>,
     appended: watch::Receiver<u64>,
-    /// The generation at this member's last `stand`; below, whether it has changed since.
+    /// The group's generation at this member's last heartbeat.
     generation: i64,
-    stand_now: bool,
-    stand_at: Instant,
+    /// Whether the generation has changed since: then the next heartbeat is due at once.
+    heartbeat_now: bool,
+    heartbeat_at: Instant,
     committed_at: Instant,
     /// The value of `pragma data_version` at the last poll.
     seen: Option<i64>,
@@ -172,8 +175,8 @@ impl Member {
             events,
             appended: log.appended.subscribe(),
             generation: 0,
-            stand_now: true,
-            stand_at: now,
+            heartbeat_now: true,
+            heartbeat_at: now,
             committed_at: now,
             seen: None,
             poll_at: now,
@@ -201,9 +204,9 @@ impl Member {
             }
             // Asked before acknowledgements are noted, because the runtime acknowledges first and
             // drops the guard after it: so no acknowledgement is missed.
-            let through = self.through();
+            let finished_leaving = self.finished_leaving();
             self.note_what_is_said();
-            self.write(&through);
+            self.write(&finished_leaving);
             if Instant::now() >= self.poll_at {
                 self.poll().await?;
             }
@@ -248,7 +251,7 @@ impl Member {
     fn next_deadline(&self) -> Instant {
         let mut until = self.poll_at;
         if self.writing.is_none() {
-            until = until.min(self.stand_at);
+            until = until.min(self.heartbeat_at);
             if self.owned.values().any(|owned| owned.acknowledged > owned.committed) {
                 until = until.min(self.committed_at + self.log.config.acknowledge_interval);
             }
@@ -262,7 +265,7 @@ impl Member {
     /// Notes what the runtime said. A source of an earlier assignment is not found: what is said of
     /// it is ignored (G9).
     fn note_what_is_said(&mut self) {
-        let Said { begun, acknowledged, spared } = self.shared.take_said();
+        let Said { begun, acknowledged, no_longer_in_flight } = self.shared.take_said();
         for (id, at) in begun {
             if let Some(owned) = self.source(&id) {
                 owned.begun = at.is_some();
@@ -276,9 +279,9 @@ impl Member {
                 owned.handled(next);
             }
         }
-        for (id, offset, is_aside) in spared {
+        for (id, offset, is_aside) in no_longer_in_flight {
             if let Some(owned) = self.source(&id) {
-                owned.spare(offset, is_aside);
+                owned.no_longer_in_flight(offset, is_aside);
             }
         }
     }
@@ -288,25 +291,25 @@ impl Member {
     }
 
     /// Partitions that are given up and that the runtime has finished with, or had its time for.
-    fn through(&self) -> Vec<i64> {
+    fn finished_leaving(&self) -> Vec<i64> {
         let now = Instant::now();
-        let through = |owned: &Owned| {
+        let finished = |owned: &Owned| {
             owned.leaving.as_ref().is_some_and(|(done, until)| {
                 now >= *until || matches!(done.try_recv(), Err(TryRecvError::Disconnected))
             })
         };
-        self.owned.iter().filter(|(_, owned)| through(owned)).map(|(partition_id, _)| *partition_id).collect()
+        self.owned.iter().filter(|(_, owned)| finished(owned)).map(|(partition_id, _)| *partition_id).collect()
     }
 
     /// Starts a write transaction where one is due and none is running.
-    fn write(&mut self, through: &[i64]) {
+    fn write(&mut self, finished_leaving: &[i64]) {
         let now = Instant::now();
         let due = now >= self.committed_at + self.log.config.acknowledge_interval;
-        let stand = self.stand_now || now >= self.stand_at;
-        let mut order = Order { stand, ..Order::default() };
+        let heartbeat = self.heartbeat_now || now >= self.heartbeat_at;
+        let mut order = Order { heartbeat, ..Order::default() };
         for (partition_id, owned) in &self.owned {
-            let release = through.contains(partition_id);
-            let commit = owned.acknowledged > owned.committed && (due || stand || release);
+            let release = finished_leaving.contains(partition_id);
+            let commit = owned.acknowledged > owned.committed && (due || heartbeat || release);
             if commit || release {
                 order.fenced.push(Fenced {
                     partition_id: *partition_id,
@@ -316,7 +319,7 @@ impl Member {
                 });
             }
         }
-        if order.stand || !order.fenced.is_empty() {
+        if order.heartbeat || !order.fenced.is_empty() {
             self.start(order);
         }
     }
@@ -324,9 +327,9 @@ impl Member {
     fn start(&mut self, order: Order) {
         let Some(mut connection) = self.writer.take() else { return };
         let now = Instant::now();
-        if order.stand {
-            self.stand_at = now + self.log.config.heartbeat();
-            self.stand_now = false;
+        if order.heartbeat {
+            self.heartbeat_at = now + self.log.config.heartbeat();
+            self.heartbeat_now = false;
         }
         self.committed_at = now;
         let (log, me) = (Arc::clone(&self.log), self.me.clone());
@@ -342,7 +345,7 @@ impl Member {
         let ended = |error: tokio::task::JoinError| BrokerError::Session(format!("a transaction ended early: {error}"));
         let (connection, written) = finished.map_err(ended)?;
         self.writer = Some(connection);
-        let Written { order, standing, joined_anew } = written?;
+        let Written { order, state, joined_anew } = written?;
         if let Some(me) = joined_anew {
             self.lose(|_| true);
             self.me = me;
@@ -354,19 +357,19 @@ impl Member {
                 self.owned.remove(&partition_id);
             }
         }
-        if let Some(standing) = standing {
-            self.apply(&standing);
+        if let Some(state) = state {
+            self.apply(&state);
         }
         Ok(())
     }
 
     /// Takes over the leases that this member has in the group, and starts to give up the surplus.
-    fn apply(&mut self, standing: &Standing) {
-        self.generation = standing.generation;
-        let leases: HashMap<i64, i64> = standing.leases.iter().map(|l| (l.partition_id, l.epoch)).collect();
+    fn apply(&mut self, state: &GroupState) {
+        self.generation = state.generation;
+        let leases: HashMap<i64, i64> = state.leases.iter().map(|l| (l.partition_id, l.epoch)).collect();
         self.lose(|owned| leases.get(&owned.0) != Some(&owned.1));
         let (mut assigned, mut offsets) = (Vec::new(), Vec::new());
-        for lease in &standing.leases {
+        for lease in &state.leases {
             let Some((topic, number)) = self.places.get(&lease.partition_id) else { continue };
             if self.owned.contains_key(&lease.partition_id) {
                 continue;
@@ -400,7 +403,7 @@ impl Member {
         }
 
         let until = Instant::now() + self.drain;
-        for partition_id in &standing.give_up {
+        for partition_id in &state.give_up {
             let Some(owned) = self.owned.get_mut(partition_id).filter(|owned| owned.leaving.is_none()) else {
                 continue;
             };
@@ -409,11 +412,11 @@ impl Member {
             let sources = vec![owned.id.clone()];
             self.tell(Event::Revoked { sources, lost: false, done: guard }, Vec::new());
         }
-        let idle = self.owned.is_empty() && standing.complete;
+        let idle = self.owned.is_empty() && state.complete;
         self.shared.note_that_others_hold_all(idle);
     }
 
-    /// Gives up at once the partitions that other members own already.
+    /// Forgets at once partitions whose leases this member no longer has.
     fn lose(&mut self, lost: impl Fn((i64, i64)) -> bool) {
         let mut sources = Vec::new();
         self.owned.retain(|partition_id, owned| {
@@ -425,7 +428,7 @@ impl Member {
             !lost
         });
         if !sources.is_empty() {
-            tracing::warn!(group = %self.group, partitions = sources.len(), "partitions were lost to another member");
+            tracing::warn!(group = %self.group, partitions = sources.len(), "leases of partitions were lost");
             self.tell(Event::Revoked { sources, lost: true, done: sync_channel(0).0 }, Vec::new());
         }
     }
@@ -445,7 +448,7 @@ impl Member {
                     owned.end = owned.end.max(lease.end);
                 }
             }
-            self.stand_now |= generation != self.generation;
+            self.heartbeat_now |= generation != self.generation;
         }
         self.poll_after = if changed { POLL_MIN } else { (self.poll_after * 3 / 2).min(POLL_MAX) };
         self.poll_at = Instant::now() + self.poll_after;
@@ -484,9 +487,9 @@ impl Member {
                 .await
                 .map_err(|error| log.failed("read", &error))?;
             let next = rows.last().map_or(owned.position, |last| last.coordinates.offset + 1);
-            // Offsets have no holes. Rows may be missing where the database went back: it reads
-            // again what its group has handled, and retention may delete that. The next session
-            // tells it.
+            // Offsets have no holes. Rows are missing where the file was restored: the group then
+            // reads old offsets again, and retention may have deleted their rows. The next session
+            // reports that.
             if rows.is_empty() || usize::try_from(next - owned.position) != Ok(rows.len()) {
                 let (place, number, position) = (&owned.id.place, owned.id.partition, owned.position);
                 let gone = format!("rows of `{place}`, partition {number}, from offset {position} on are gone");
@@ -530,7 +533,7 @@ impl Member {
             committed: Some(owned.acknowledged),
             release: true,
         });
-        let order = Order { fenced: fenced.collect(), leave: true, stand: false };
+        let order = Order { fenced: fenced.collect(), leave: true, heartbeat: false };
         self.start(order);
         self.finish_writing().await?;
         let failed = |error: sqlx::Error| self.log.failed("close", &error);
@@ -542,7 +545,8 @@ impl Member {
     }
 }
 
-/// One write transaction: commits offsets, releases leases, then stands in the group or leaves it.
+/// One write transaction: commits offsets, releases leases, then sends a heartbeat or leaves the
+/// group.
 async fn write(
     log: &Log,
     connection: &mut LogConnection,
@@ -554,14 +558,14 @@ async fn write(
     let failed = |error: sqlx::Error| log.failed("commit offsets to", &error);
     let mut write = log.begin(connection).await?;
     group::settle(&mut write.tx, me, &order.fenced).await.map_err(failed)?;
-    let mut written = Written { order, standing: None, joined_anew: None };
+    let mut written = Written { order, state: None, joined_anew: None };
     if written.order.leave {
         group::leave(&mut write.tx, me).await.map_err(failed)?;
-    } else if written.order.stand {
-        written.standing = group::stand(&mut write.tx, me).await.map_err(failed)?;
-        if written.standing.is_none() {
+    } else if written.order.heartbeat {
+        written.state = group::heartbeat(&mut write.tx, me).await.map_err(failed)?;
+        if written.state.is_none() {
             let anew = group::join(&mut write.tx, group, topics, me.session).await.map_err(failed)?;
-            written.standing = group::stand(&mut write.tx, &anew).await.map_err(failed)?;
+            written.state = group::heartbeat(&mut write.tx, &anew).await.map_err(failed)?;
             written.joined_anew = Some(anew);
         }
     }

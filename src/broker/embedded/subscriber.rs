@@ -97,11 +97,11 @@ impl Subscriber for EmbeddedSubscriber {
     }
 
     async fn finished(&mut self, source: &PartitionId, sequences: &[i64]) {
-        self.shared.spare(source, sequences, false);
+        self.shared.no_longer_in_flight(source, sequences, false);
     }
 
     fn set_aside(&mut self, source: &PartitionId, sequence: i64) {
-        self.shared.spare(source, &[sequence], true);
+        self.shared.no_longer_in_flight(source, &[sequence], true);
     }
 
     fn refuse(&mut self, source: &PartitionId) {

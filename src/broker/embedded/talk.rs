@@ -25,7 +25,7 @@ pub(super) struct Said {
     /// The next offset to be handled, by source.
     pub(super) acknowledged: HashMap<PartitionId, i64>,
     /// Deliveries that are not acknowledged but finished (false) or set aside (true).
-    pub(super) spared: Vec<(PartitionId, i64, bool)>,
+    pub(super) no_longer_in_flight: Vec<(PartitionId, i64, bool)>,
 }
 
 #[derive(Debug, Default)]
@@ -59,9 +59,9 @@ impl MemberState {
     }
 
     /// Reports deliveries as finished (false) or set aside (true).
-    pub(super) fn spare(&self, source: &PartitionId, sequences: &[i64], is_aside: bool) {
-        let spared = sequences.iter().map(|sequence| (source.clone(), *sequence, is_aside));
-        self.say(|said| said.spared.extend(spared));
+    pub(super) fn no_longer_in_flight(&self, source: &PartitionId, sequences: &[i64], is_aside: bool) {
+        let these = sequences.iter().map(|sequence| (source.clone(), *sequence, is_aside));
+        self.say(|said| said.no_longer_in_flight.extend(these));
     }
 
     pub(super) fn pause(&self, paused: bool) {
