@@ -5,9 +5,10 @@
 //!
 //! * An act is one transaction with its audit row, fenced by the epoch that the operator read. If
 //!   the row has changed since, the act is refused, and the operator must read again. A dry run
-//!   does everything and rolls back.
-//! * What may have had an effect is never forgotten: a key in progress, a key whose outcome is
-//!   unknown, and any operation with an intent stay (O11).
+//!   does everything and rolls back. One act has two transactions: to `resolve` an abandoned claim
+//!   in progress, it is first made UNKNOWN. A dry run of that one only checks.
+//! * A key that is in progress or UNKNOWN, or whose operation has an intent, is never deleted
+//!   (O11). One that is COMPLETED may be: after a `release` the next request executes again.
 //! * Only the worker of an operation sends again, by its usual rule
 //!   ([`Strategy::next`](crate::operation::rules::provider::Strategy::next)). It goes beyond that
 //!   rule only where an operator accepts a duplicate, with name and reason (O6).
@@ -23,19 +24,19 @@ use std::time::Duration;
 use async_trait::async_trait;
 use uuid::Uuid;
 
-use self::open::{BRIDGED, given_up, refuse_opposite};
+use self::open::{refuse_unforgettable, resolvable};
 use self::words::says;
 pub(crate) use self::words::{judged, judgement, nothing_known, overruled, still_stands};
 use super::ActContext;
 use crate::error::StoreError;
 use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::phases::{ENDED, FIRST_POINT, Phases, StoredIntent, StoredOperation, end_stage};
-use crate::operation::port::{Fenced, Look, RunOutcome, late_runs};
+use crate::operation::port::{Fenced, Look, RunOutcome};
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::provider::{Settled, Verdict};
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::versions::Announced;
-use crate::operation::rules::{Identity, Mode, OperationName, Record, State};
+use crate::operation::rules::{Identity, OperationName, Record, State};
 
 /// Which idempotency keys an operator asks for; all conditions must be met.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -52,7 +53,8 @@ pub struct KeyFilter {
     pub older_than: Option<Duration>,
     /// Only what can be purged: it has an outcome, no intent, and no late success against it.
     pub forgettable: bool,
-    /// Only digests above this one, in their order: for pages, of which the first has it empty.
+    /// For pages, in the order of digests: only those above this one. It is empty for the first
+    /// page. `None`: no pages, the oldest first.
     pub after: Option<Vec<u8>>,
     /// At most this many.
     pub limit: u32,
@@ -226,13 +228,13 @@ impl OperationFilter {
 #[derive(Debug)]
 pub(crate) struct Audit<'a> {
     pub(crate) act: &'static str,
-    /// The name of the operation.
+    /// The name of the operation; of a phased one, its flow.
     pub(crate) place: &'a str,
     /// The digest of the key, where its record is there.
     pub(crate) digest: Option<[u8; 32]>,
     /// The id of the run that the act was on.
     pub(crate) operation_id: Uuid,
-    /// The state before the act.
+    /// The state before the act, and what the operator decided.
     pub(crate) detail: String,
 }
 
@@ -359,68 +361,29 @@ pub trait KeyOperator: Phases {
     /// made UNKNOWN, in a transaction of its own; a dry run leaves it as it is.
     ///
     /// # Errors
-    /// [`StoreError::Refused`]: the key is in progress, and `resolve` finds a lease that is not
-    /// over, or a claim of mode `bridged`; its outcome is unknown (only `resolve` ends that); it
-    /// has an intent; `resolve` on a record that has its outcome, or on an operation in phases; a
-    /// run that lost its lease ended with the opposite, and `against_evidence` is not
-    /// given; the record has changed since it was read.
+    /// [`StoreError::Refused`], always where the record has changed since it was read, or where a
+    /// run that lost its lease ended with the opposite and `against_evidence` is not given.
+    ///
+    /// * `release` and `purge`: the key is in progress or unknown, or it has an intent.
+    /// * `resolve`: the key is in progress, and its lease is not over or its mode is `bridged`; it
+    ///   has its outcome; it is an operation in phases; the outcome that is given is UNKNOWN.
     async fn act_on_key(&self, seen: &Record, change: &KeyChange, context: &ActContext) -> Result<(), StoreError> {
-        let is_open = seen.state == State::InProgress;
-        let unknown;
-        let seen = match change {
-            KeyChange::Resolve { outcome, against_evidence, .. }
-                if is_open && seen.mode != Mode::Phased && **outcome != RunOutcome::Unknown =>
-            {
-                // What would be refused below must be refused before the claim is changed.
-                refuse_opposite(self, seen, outcome, *against_evidence).await?;
-                unknown = given_up(self, seen, context.dry_run).await?;
-                &unknown
+        let resolved;
+        let record = match change {
+            KeyChange::Resolve { outcome, against_evidence, .. } => {
+                resolved = resolvable(self, seen, outcome, *against_evidence, context.dry_run).await?;
+                // There is nothing to try: the claim was not made unknown.
+                if seen.state == State::InProgress && context.dry_run {
+                    return Ok(());
+                }
+                &resolved
             }
-            _ => seen,
+            KeyChange::Release { against_evidence } | KeyChange::Purge { against_evidence } => {
+                refuse_unforgettable(self, seen, *against_evidence).await?;
+                seen
+            }
         };
-        match (change, seen.state) {
-            (KeyChange::Resolve { .. }, _) if seen.mode == Mode::Phased => {
-                return refused(format!(
-                    "it is an operation in phases: `oncebox operations resolve {}`",
-                    seen.operation_id
-                ));
-            }
-            (KeyChange::Resolve { outcome, .. }, _) if **outcome == RunOutcome::Unknown => {
-                return refused("an unknown outcome resolves nothing");
-            }
-            (KeyChange::Resolve { outcome, against_evidence, .. }, State::UnknownRequiresRecovery) => {
-                refuse_opposite(self, seen, outcome, *against_evidence).await?;
-            }
-            (KeyChange::Resolve { .. }, state) => {
-                return refused(format!("it is {state}: only an unknown outcome is resolved"));
-            }
-            (_, State::InProgress) if seen.mode == Mode::Bridged => return refused(BRIDGED),
-            (_, State::InProgress) => {
-                return refused(
-                    "it is IN_PROGRESS: what it does may happen yet. If its process is gone, it is resolved \
-                         after the end of its lease, not forgotten",
-                );
-            }
-            (_, State::UnknownRequiresRecovery) => {
-                return refused("its outcome is unknown: it may have happened, so it is resolved, not forgotten");
-            }
-            (KeyChange::Release { against_evidence } | KeyChange::Purge { against_evidence }, state) => {
-                let operation = self.operation(seen.operation_id).await?;
-                if operation.is_some_and(|operation| !operation.intents.is_empty()) {
-                    return refused("a provider was asked for it: it stays until its time is over");
-                }
-                let said = self.runs_of(seen.operation_id).await?;
-                let succeeded = state != State::Completed && late_runs(&said).any(|run| run.verdict == "success");
-                if succeeded && !against_evidence {
-                    return refused(ended_late("success"));
-                }
-            }
-        }
-        // There is nothing to try: the claim was not made unknown.
-        if is_open && context.dry_run {
-            return Ok(());
-        }
-        changed(self.change_key(seen, change, context).await?)
+        changed(self.change_key(record, change, context).await?)
     }
 
     /// Makes an operation due for its worker at once, with no attempts counted. The worker decides
