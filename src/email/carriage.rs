@@ -3,7 +3,8 @@
 //!
 //! Promises: one identity has one Message-ID, in every attempt. A file is complete or absent, and a
 //! second attempt replaces it. A failure says whether the server may have accepted the e-mail all
-//! the same (O28).
+//! the same (O28). With files there is one exception: if the last sync of the directory fails, the
+//! attempt counts as not sent, although the file may be there.
 //!
 //! Not here: when an e-mail is sent, which the sender of rows ([`sender`](super::sender)) and the
 //! operation ([`phased::email`](crate::operation::phased::email)) decide.
@@ -53,8 +54,8 @@ impl EmailTransport {
         matches!(self.0, Way::Files(_))
     }
 
-    /// Makes the directory, if e-mails go to files, and synchronises it once: where that is not
-    /// possible each e-mail would count as not sent, although its file is there.
+    /// Makes the directory, if e-mails go to files, and syncs it once. Where a directory cannot be
+    /// synced, each attempt would write its file, fail and be repeated.
     pub(crate) fn make(&self) -> Result<(), String> {
         match &self.0 {
             Way::Files(directory) => std::fs::create_dir_all(directory)
@@ -113,8 +114,8 @@ pub(crate) fn message_id(unique_key: &str) -> String {
     format!("{}@oncebox.invalid", hex(&digest[..16]))
 }
 
-/// Writes a complete file or none, also where the machine loses its power: writes beside it,
-/// synchronises, renames, and synchronises the directory. The row says *sent* after that.
+/// Writes a complete file or none, also where the machine loses its power: writes beside it, syncs,
+/// renames, and syncs the directory. The row says *sent* after that.
 async fn write_whole(directory: &Path, message_id: &str, bytes: &[u8]) -> std::io::Result<()> {
     let name = message_id.split('@').next().unwrap_or(message_id);
     let (beside, file) = (directory.join(format!(".{name}.part")), directory.join(format!("{name}.eml")));

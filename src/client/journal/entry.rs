@@ -113,7 +113,8 @@ impl Entry {
         }
         let (place, body, digest): (Place, _, [u8; 32]) = match (entry.place, &entry.body_sha256, bodies) {
             (Some(place), Some(digest), _) => {
-                let digest = unhex(digest).and_then(|bytes| bytes.try_into().ok()).ok_or("its digest is none")?;
+                let digest =
+                    unhex(digest).and_then(|bytes| bytes.try_into().ok()).ok_or("its digest is not 32 bytes in hex")?;
                 (place, None, digest)
             }
             #[cfg(feature = "encrypt")]
@@ -127,7 +128,7 @@ impl Entry {
             (None, None, Bodies::Digest) => {
                 return Err(format!("{} sealed bytes, and no secret is given", sealed.len()));
             }
-            _ => return Err("it says of itself what does not go together".to_owned()),
+            _ => return Err("it has only one of URL and digest, or both and sealed bytes too".to_owned()),
         };
         let mut headers = HeaderMap::new();
         for (name, value) in &place.headers {

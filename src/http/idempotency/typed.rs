@@ -120,7 +120,7 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
     /// [`Self::serve`].
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// As [`Engine::protect`](crate::operation::Core::protect); any mode but `Phased`.
     pub fn phased(engine: &Engine<S>, endpoint: Endpoint) -> Result<Self, Invalid> {
         Self::registered(engine, endpoint.served_by("a typed operation in phases", &[Mode::Phased])?)
     }

@@ -4,7 +4,7 @@
 //! Promise: a batch is sent only after a synchronous commit that began after its read (R5). The
 //! oldest batch is marked only when every row of it is proven or diverted. After a doubt nothing
 //! more is sent, and the caller gets the doubt. A topic whose rows are neither taken nor refused
-//! delays other rows for about a second.
+//! delays other rows for one second, or for five if no row that was sent later was settled.
 
 mod bounds;
 mod release;
@@ -75,7 +75,7 @@ pub(super) struct Pump<'a> {
     too_many_dead: bool,
     /// True where rows have left the dead and held table since it was loaded.
     some_left: bool,
-    /// True while the health shows that this part waits.
+    /// True while the health may show that this part waits.
     shown_waiting: bool,
     shown_gaps: bool,
     /// Since when the broker says that it takes nothing.
@@ -247,8 +247,8 @@ impl<'a> Pump<'a> {
         Ok(moved)
     }
 
-    /// Whether the oldest batches are marked now, by a commit for their sake. Otherwise the
-    /// checkpoint of the next rows carries their mark: these rows need not wait for two commits,
+    /// Whether the oldest batches get a commit of their own now. Otherwise the checkpoint of the
+    /// next rows carries their mark: these rows need not wait for two commits,
     /// and a steady trickle costs one commit a batch. What somebody decided is stored at once, and
     /// so is a mark that the next read waits for.
     fn mark_is_due(&mut self) -> bool {
@@ -351,7 +351,8 @@ impl<'a> Pump<'a> {
 
     /// The pause after a read that found nothing. It grows with the time that was quiet so far: so
     /// a quiet outbox is read rarely, and rows that no hint announces wait for about a quarter of
-    /// the time since the ones before them. Where hints come, a read costs more than it finds.
+    /// the time since the ones before them. After rows that a hint announced it is the whole of
+    /// that time: where hints come, a read costs more than it finds.
     fn pause(&self, quiet: Duration) -> Duration {
         let options = &self.relay.options;
         let pause = if self.found_by_hint { quiet.max(5 * options.poll_min) } else { quiet / 4 };
@@ -416,8 +417,8 @@ impl<'a> Pump<'a> {
         let changed: Vec<i64> = mark.changed.iter().map(|(position, _)| *position).collect();
         let says_something = !mark.is_empty();
         if let Err(error) = self.session.checkpoint(mark).await {
-            // The mark may have been made. A verdict that was carried out must not meet its row
-            // again once an operator redrives it, so the row is judged anew.
+            // The mark may have been made, and these rows be dead already. Their verdicts are
+            // forgotten, so that a row is judged anew when an operator redrives it.
             if matches!(error, StoreError::CommitUnknown(_)) {
                 stored.iter().chain(&changed).for_each(|position| _ = self.memory.verdicts.remove(position));
             }
@@ -484,7 +485,8 @@ impl<'a> Pump<'a> {
         self.silence()
     }
 
-    /// The doubt after the broker's session was lost: by rows refused before, or by nothing known.
+    /// The doubt after the broker's session was lost. It blames the rows that were refused before.
+    /// Without any it blames the first unproven row, unless the broker is away.
     fn broken(&mut self, error: &BrokerError) -> Doubt {
         match self.ending.take() {
             Some(mut ending) => ending.doubt(),

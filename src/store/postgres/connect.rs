@@ -20,8 +20,8 @@ use crate::store::bounded::{BoundedPool, pool_options};
 use crate::text::hosts::each;
 use crate::text::loopback::is_loopback;
 
-/// By how much the server's timeouts exceed the handler timeout, and the answer timeout the
-/// server's.
+/// The server's timeouts are the handler timeout and this; the answer timeout is, unless it is set,
+/// the server's and this once more.
 const MARGIN: Duration = Duration::from_secs(5);
 /// Begins a transaction with the isolation of the session.
 pub(super) const BEGIN: &str = "begin";
@@ -33,7 +33,7 @@ pub(super) async fn connect(options: &StoreOptions) -> Result<PostgresStore, Sto
     let connect = hosts.choose().await?.clone();
     let are_several = hosts.are_several();
     let settings = session_settings(options.handler_timeout);
-    let answer_timeout = options.answer_timeout.unwrap_or(options.handler_timeout + 2 * MARGIN);
+    let answer_timeout = options.answer_timeout.unwrap_or(server_timeout(options.handler_timeout) + MARGIN);
     let reset = format!("{RESET} {settings}");
     let pool = pool_options(options.connections_max, answer_timeout, None, &hosts)
         .after_connect(move |connection: &mut PgConnection, _| {
@@ -56,8 +56,12 @@ pub(super) async fn connect(options: &StoreOptions) -> Result<PostgresStore, Sto
 impl PostgresStore {
     /// How long the server lets a session be idle inside a transaction, or wait for a lock.
     pub(super) fn server_timeout(&self) -> Duration {
-        self.handler_timeout + MARGIN
+        server_timeout(self.handler_timeout)
     }
+}
+
+fn server_timeout(handler_timeout: Duration) -> Duration {
+    handler_timeout + MARGIN
 }
 
 /// Reads the hosts out of the URL.
@@ -105,7 +109,9 @@ fn connect_options(shown: &str, url: &str, options: &StoreOptions) -> Result<PgC
     }
     if let Some(file) = &options.ca_file {
         if !matches!(connect.get_ssl_mode(), PgSslMode::VerifyCa | PgSslMode::VerifyFull) {
-            return Err(refused("verifies no certificate: `ca_file` is for sslmode=verify-full".to_owned()));
+            return Err(refused(
+                "verifies no certificate: `ca_file` needs sslmode=verify-full or verify-ca".to_owned(),
+            ));
         }
         connect = connect.ssl_root_cert(file);
     }
@@ -115,12 +121,14 @@ fn connect_options(shown: &str, url: &str, options: &StoreOptions) -> Result<PgC
     Ok(connect.disable_statement_logging())
 }
 
-/// The settings of every pooled connection, in one round trip. The server's timeouts are a little
-/// above the handler timeout, so that the server ends the transaction of a process that froze or
-/// whose host vanished (R28).
+/// The settings of every pooled connection, in one round trip. The server's limits for an idle
+/// transaction and for a lock are a little above the handler timeout, so that the server ends the
+/// transaction of a process that froze or whose host vanished (R28). It gives up a connection that
+/// acknowledges nothing after at most 30 seconds.
 fn session_settings(handler_timeout: Duration) -> String {
-    let timeout = (handler_timeout + MARGIN).as_millis();
-    let user_timeout = Duration::from_secs(30).min(handler_timeout + MARGIN).as_millis();
+    let server_timeout = server_timeout(handler_timeout);
+    let timeout = server_timeout.as_millis();
+    let user_timeout = Duration::from_secs(30).min(server_timeout).as_millis();
     format!(
         "set default_transaction_isolation = 'read committed';
          set default_transaction_read_only = off;
@@ -187,10 +195,10 @@ mod tests {
         assert!(error.contains("`handler_timeout` must be at most 100 years"), "{error}");
     }
 
-    // Shown to fail by keeping the TLS mode where the host is loopback: then the authority was not
+    // Shown to fail by keeping the TLS mode where the host is loopback: then the CA file was not
     // used.
     #[test]
-    fn an_authority_is_given_to_be_verified() {
+    fn a_ca_file_is_given_to_verify_with() {
         let with_ca = |url: &str| {
             let options = StoreOptions { ca_file: Some("ca.pem".into()), ..StoreOptions::new(url) };
             connect_options(url, url, &options)

@@ -2,15 +2,16 @@
 //!
 //! Guarantees:
 //!
-//! * Of a key only the head is leased, under the lock of its row, so a head has one lease at a
-//!   time. A head that another transaction has locked is skipped, not waited for.
-//! * Rows behind a head have no due time, so a poll does not read them. The transaction that
-//!   removes a head makes the next row due, after its proof, and a sweep finds heads that a race
-//!   left without a due time.
+//! * A lease begins at the head of a key, under the lock of its row, so a head has one lease at a
+//!   time. It may cover the rows behind the head that were never tried. A head that another
+//!   transaction has locked is skipped, not waited for.
+//! * A row behind a head has a due time only while it is leased, so a poll does not read it. The
+//!   transaction that removes a head makes the next row due, after its proof, and a sweep finds
+//!   heads that a race left without a due time.
 //! * Behind a head at most 8 MiB of payload are leased. So a retrier needs no more memory where
 //!   messages are large or many (G11: what a program holds in memory is bounded).
-//! * On PostgreSQL what finds rows by lists is planned for each run: the table is small until
-//!   something fails, and then large at once, and a kept plan would read all of it.
+//! * On PostgreSQL a statement that takes a list of rows is planned for each run: the table is
+//!   small until something fails, and then large at once, and a kept plan would read all of it.
 //! * Rows are updated by their exact numbers: an update that searches would wait for every open
 //!   writer (R11).
 //! * A message is made dead at its place before its handler runs, and removed after the proof. So a
@@ -60,7 +61,8 @@ macro_rules! of_kinds {
 }
 
 /// From `from` on: the first head `w` of a consumer that has a due time and is in the scope. Only a
-/// row that waits has a due time; if PostgreSQL is told so, it reads all rows that wait.
+/// row that waits has a due time. That condition stands here for MySQL alone: with it PostgreSQL
+/// chooses a plan that reads all waiting rows.
 macro_rules! heads {
     ($due:literal) => {
         concat!(
@@ -446,23 +448,16 @@ pub(in crate::store) async fn bury(
     holds: bool,
 ) -> Result<Option<Buried>, StoreError> {
     let Some(first) = leased.first() else { return Ok(None) };
-    let (all, mut dead, mut has_room) = (leased.len() as u64, 0, false);
-    loop {
-        for group in leased.chunk_by(|one, next| one.message.attempt == next.message.attempt) {
-            let attempts = group.first().map_or(0, |one| one.message.attempt);
-            let bury = sql(BURY).bind("rows", numbers(group)).bind("lease", first.lease).bind("consumer", consumer);
-            let bury = bury.bind("attempts", attempts).bind("reason", reason).bind("holds", holds);
-            dead += session.run(bury.bind("error", error_text(error))).await?;
-        }
-        if dead == all || has_room {
-            break;
-        }
-        // A row that is left has a dead copy. One that was refused makes room, once.
+    let bury = sql(BURY).bind("lease", first.lease).bind("consumer", consumer);
+    let bury = bury.bind("reason", reason).bind("holds", holds).bind("error", error_text(error));
+    let (all, mut dead) = (leased.len() as u64, bury_all(session, &bury, leased).await?);
+    if dead < all {
+        // A row that is left has a dead copy. If that copy was only refused (as too old, for one),
+        // it is deleted, and the row takes its place.
         let messages: Vec<&Message> = leased.iter().map(|one| &one.message).collect();
-        if refused::make_room(session, consumer, &messages).await? == 0 {
-            break;
+        if refused::make_room(session, consumer, &messages).await? > 0 {
+            dead += bury_all(session, &bury, leased).await?;
         }
-        has_room = true;
     }
     // What is still leased has a dead copy: one row is enough.
     let copies = all - dead;
@@ -471,6 +466,16 @@ pub(in crate::store) async fn bury(
         return Ok(None);
     }
     Ok(Some(Buried { rows: numbers(leased), dead }))
+}
+
+/// Makes dead those of the messages that are still leased; one statement for each number of tries.
+async fn bury_all(session: &mut dyn Session, bury: &Statement, leased: &[LeasedMessage]) -> Result<u64, StoreError> {
+    let mut dead = 0;
+    for group in leased.chunk_by(|one, next| one.message.attempt == next.message.attempt) {
+        let attempts = group.first().map_or(0, |one| one.message.attempt);
+        dead += session.run(bury.clone().bind("rows", numbers(group)).bind("attempts", attempts)).await?;
+    }
+    Ok(dead)
 }
 
 /// Removes what [`bury`] made dead in the same transaction. False where not all of it is there.
