@@ -96,7 +96,7 @@ create table if not exists oncebox_outbox_dead (
   comment = 'oncebox: outbox rows that could not be sent, and those they hold back, whole';
 
 create table if not exists oncebox_limits (
-  name  varchar(64) character set ascii collate ascii_bin not null comment 'name of the limit, as in error messages',
+  name  varchar(64) character set ascii collate ascii_bin not null comment 'name of the limit; an error names the limit or the field that breaks it',
   value bigint unsigned not null comment 'its value',
   note  varchar(200) not null comment 'what it means',
   primary key (name) comment 'serves: every door'

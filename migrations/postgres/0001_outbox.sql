@@ -37,7 +37,7 @@ create table oncebox.limits (
     when 'kind_bytes_max' then 255 when 'topic_length_max' then 249 else 1073741824 end)
 );
 comment on table oncebox.limits is 'limits of a message, the same for every door';
-comment on column oncebox.limits.name is 'name of the limit, as in error messages';
+comment on column oncebox.limits.name is 'name of the limit; an error names the limit or the field that breaks it';
 comment on column oncebox.limits.value is 'its value';
 comment on column oncebox.limits.note is 'what it means';
 comment on index oncebox.limits_pkey is 'serves every door: all limits in the order of their names';

@@ -7,7 +7,7 @@
 -- The limits of a message, the same for every door; the triggers below obey them. A row may be raised or lowered, within the
 -- bounds that its note names.
 create table oncebox_limits (
-    name    text primary key not null,                 -- the name that stands in the error of a refused message
+    name    text primary key not null,                 -- the limit; an error names the limit or the field that breaks it
     value   integer not null check (value >= 0),       -- the limit
     note    text not null                              -- what it limits, and what the brokers bound whatever is written here
 ) without rowid;

@@ -37,8 +37,8 @@ impl<S: Store> HandlersByConsumer<S> {
         Self(Vec::new())
     }
 
-    /// Adds a consumer. The name is the inbox key, the Kafka group and part of the queue names, so
-    /// it must not change later. If the configuration has a `[[consumer]]` with this name, its
+    /// Adds a consumer. The name is the inbox key and, unless `group` or `queues` is set, the Kafka
+    /// group and part of the queue names, so it must not change later. If the configuration has a `[[consumer]]` with this name, its
     /// topics and settings are used; otherwise the consumer reads `topics` with the defaults.
     #[must_use]
     pub fn consumer<T: Into<String>>(
@@ -53,7 +53,7 @@ impl<S: Store> HandlersByConsumer<S> {
     }
 
     /// The consumers to run, those of the configuration first, and the handlers in Rust by name.
-    fn beside(self, configured: &[ConsumerSettings]) -> Result<(Vec<ConsumerSettings>, ByName<S>), AppError> {
+    fn merged(self, configured: &[ConsumerSettings]) -> Result<(Vec<ConsumerSettings>, ByName<S>), AppError> {
         let mut consumers = configured.to_vec();
         let mut by_name = ByName::new();
         for (default, handlers) in self.0 {
@@ -90,7 +90,7 @@ fn require_apart(consumers: &[ConsumerSettings], broker_url: &str) -> Result<(),
                  give one of them another name, or list the topics and handlers of both under one"
             )));
         }
-        // A topic that stands there twice is told by the options of its consumer.
+        // A topic that stands there twice is refused by `ConsumerSettings::options`.
         for topic in consumer.topics.iter().collect::<BTreeSet<_>>() {
             let (place, setting) = if has_queues {
                 (format!("queue `{}`", subscription.queue(topic)), "queues")
@@ -121,7 +121,7 @@ fn require_possible(consumers: &[ConsumerSettings], broker_url: &str) -> Result<
     }
     let limits = Limits::default();
     let topics = consumers.iter().flat_map(|consumer| consumer.topics.iter().map(|topic| (&consumer.name, topic)));
-    // A topic without a name is told by the options of its consumer.
+    // A topic without a name is refused by `ConsumerSettings::options`.
     for (name, topic) in topics.filter(|(_, topic)| !topic.is_empty()) {
         let refused =
             |error: LimitError| AppError::usage(format!("consumer `{name}`: topics: `{topic}`: {}", error.detail));
@@ -156,8 +156,8 @@ impl Settings {
         refused
     }
 
-    /// Finds the settings with which a program would not start: for each the program, the part of
-    /// its settings, and why.
+    /// Finds settings with which a program would not start: for each the program, the part of its
+    /// settings, and why. Names of handlers are checked when a consumer starts.
     #[must_use]
     pub fn mistakes(&self) -> Vec<(&'static str, String, String)> {
         let mut found = Vec::new();
@@ -204,7 +204,7 @@ impl Run<'_> {
     }
 
     pub(super) async fn with<S: Store>(self, handlers: HandlersByConsumer<S>) -> Result<(), AppError> {
-        let (consumers, mut handlers) = handlers.beside(&self.settings.consumer)?;
+        let (consumers, mut handlers) = handlers.merged(&self.settings.consumer)?;
         if consumers.is_empty() {
             return Err(AppError::usage(
                 "no consumer is configured\nhint: add [[consumer]] to the configuration file; `oncebox config template` shows one",
@@ -220,25 +220,34 @@ impl Run<'_> {
             options.push((consumer, one));
         }
         let broker = open_broker(self.settings).await?;
-        let lanes: usize = options.iter().map(|(_, options)| options.lanes + options.retriers + 1).sum();
+        let connections: usize = options.iter().map(|(_, options)| options.lanes + options.retriers + 1).sum();
         let timeout = options.iter().map(|(_, options)| options.handler_timeout).max().unwrap_or_default();
         let with_lanes = |store: &mut StoreOptions| {
             // Each lane and retrier keeps one connection; counting attempts takes another.
-            store.connections_max = store.connections_max.max(u32::try_from(lanes).unwrap_or(64));
+            store.connections_max = store.connections_max.max(u32::try_from(connections).unwrap_or(u32::MAX));
             store.handler_timeout = timeout;
         };
         let store: S = open_store_with(self.settings, with_lanes, Some((&self.stop, &self.health))).await?;
         ready(&store, self.settings, &self.stop, &self.health).await?;
         let duties = store.clone().into_duties();
-        let all = self.stop.child_token();
-        let mut running = JoinSet::new();
+        let mut ready_to_run = Vec::new();
         for (settings, options) in options {
             let handlers = match handlers.remove(&settings.name) {
                 Some(handlers) => handlers,
                 None => self.handlers_of::<S>(&store, settings).await?,
             };
-            let consumer =
-                Consumer::new(store.clone(), AnyBroker::clone(&broker), handlers, options, self.health.clone());
+            ready_to_run.push(Consumer::new(
+                store.clone(),
+                AnyBroker::clone(&broker),
+                handlers,
+                options,
+                self.health.clone(),
+            ));
+        }
+        // None runs before all are made: an error above ends this call, and would cut them off.
+        let all = self.stop.child_token();
+        let mut running = JoinSet::new();
+        for consumer in ready_to_run {
             let stop = all.clone();
             running.spawn(task::boxed(async move { consumer.run(stop).await }));
         }
@@ -322,7 +331,7 @@ mod tests {
     fn the_configuration_decides_over_the_topics_of_handlers_and_its_other_consumers_stay() {
         let configured = [("ledger", "bookings"), ("audit", "payments")]
             .map(|(name, topic)| ConsumerSettings::new(name, vec![topic.to_owned()]));
-        let (consumers, by_name) = handlers(["ledger", "emails"]).beside(&configured).expect("each name stands once");
+        let (consumers, by_name) = handlers(["ledger", "emails"]).merged(&configured).expect("each name stands once");
         let seen: Vec<_> = consumers.iter().map(|one| (one.name.as_str(), one.topics[0].as_str())).collect();
         assert_eq!(seen, [("ledger", "bookings"), ("audit", "payments"), ("emails", "payments")]);
         assert_eq!(by_name.into_keys().collect::<Vec<_>>(), ["emails", "ledger"]);
@@ -337,7 +346,7 @@ mod tests {
 
     #[test]
     fn handlers_for_one_consumer_twice_are_refused_by_name() {
-        let refused = handlers(["ledger", "ledger"]).beside(&[]).expect_err("one would be left out silently");
+        let refused = handlers(["ledger", "ledger"]).merged(&[]).expect_err("one would be left out silently");
         assert!(refused.message.contains("`ledger`"), "{refused}");
     }
 

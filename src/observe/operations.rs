@@ -9,21 +9,21 @@ use super::record::{counter, gauge, metrics_table};
 
 metrics_table! {
     IDEMPOTENCY_OPERATION "oncebox_idempotency_operation_info" Gauge Count "operation,mode" "1 for each protected operation, with its mode: same_tx, phased, bridged, edge; joined to the others by `operation`";
-    IDEMPOTENCY_CLAIM "oncebox_idempotency_claim_count" Counter Count "operation" "requests that executed: the first of their key, or one whose key was free again";
-    IDEMPOTENCY_REPLAY "oncebox_idempotency_replay_count" Counter Count "operation,outcome" "requests that were answered with the outcome of an earlier one";
+    IDEMPOTENCY_CLAIM "oncebox_idempotency_claim_count" Counter Count "operation" "claims: requests that began to execute, as the first of their key, or because the key was free again or taken over";
+    IDEMPOTENCY_REPLAY "oncebox_idempotency_replay_count" Counter Count "operation,outcome" "requests that were answered with the outcome of an earlier one, or with what is left of it";
     IDEMPOTENCY_CONFLICT "oncebox_idempotency_conflict_different_request_count" Counter Count "operation" "keys that were used again with another command: a client makes keys wrongly";
     IDEMPOTENCY_PRINCIPAL "oncebox_idempotency_principal_mismatch_count" Counter Count "operation" "keys that were used by another principal of the tenant";
-    IDEMPOTENCY_IN_PROGRESS "oncebox_idempotency_in_progress_count" Counter Count "operation" "requests that came while the first of their key ran";
+    IDEMPOTENCY_IN_PROGRESS "oncebox_idempotency_in_progress_count" Counter Count "operation" "requests that were answered while the first of their key ran, also that one itself after its time limit";
     IDEMPOTENCY_IN_PROGRESS_AGE "oncebox_idempotency_in_progress_age_max" Gauge Seconds "" "the alert: the age of the oldest operation without an outcome, of this process or committed";
     IDEMPOTENCY_EXPIRED "oncebox_idempotency_expired_retry_count" Counter Count "operation,then" "requests under a key whose time was over: the lifetime is shorter than clients retry";
     IDEMPOTENCY_UNKNOWN "oncebox_idempotency_unknown_state_count" Gauge Count "" "the alert: operations of which nobody knows whether they happened";
     IDEMPOTENCY_TAKEOVER "oncebox_idempotency_takeover_count" Counter Count "operation,kind" "claims that were taken over from a process that is gone, or run again; kind `recovery`: phased operations that a worker or a request took up";
-    IDEMPOTENCY_RECOVERY "oncebox_idempotency_recovery_count" Counter Count "operation" "requests that met an operation whose outcome is being found out";
+    IDEMPOTENCY_RECOVERY "oncebox_idempotency_recovery_count" Counter Count "operation" "requests that met an operation whose outcome is being found out, or needs an operator";
     IDEMPOTENCY_REJECTED "oncebox_idempotency_rejected_count" Counter Count "operation,code" "requests that were refused with this code of the engine";
-    IDEMPOTENCY_STORE_ERROR "oncebox_idempotency_store_error_count" Counter Count "operation,stage" "times that the store did not answer, by stage";
+    IDEMPOTENCY_STORE_ERROR "oncebox_idempotency_store_error_count" Counter Count "operation,stage" "times that the store did not answer, or gave what cannot be read, by stage";
     IDEMPOTENCY_COMMIT_UNKNOWN "oncebox_idempotency_commit_unknown_count" Counter Count "operation" "commits that were not answered, because the connection was lost: the request gets 503, or the driver of a phased operation looks for the outcome";
     IDEMPOTENCY_ENDED "oncebox_idempotency_transaction_ended_count" Counter Count "operation" "the alert: handlers that ended the transaction of their operation";
-    IDEMPOTENCY_CONTRADICTION "oncebox_idempotency_evidence_conflict_count" Counter Count "operation" "the alert: times that evidence was found to contradict itself, or what was decided; see `oncebox operations list --conflicts`";
+    IDEMPOTENCY_CONTRADICTION "oncebox_idempotency_evidence_conflict_count" Counter Count "operation" "the alert: times that evidence was found to contradict itself or a decision; see `oncebox operations list --conflicts`";
     IDEMPOTENCY_HEARTBEAT_LOST "oncebox_idempotency_heartbeat_lost_count" Counter Count "operation" "leases lost while their handler ran";
     IDEMPOTENCY_LOCK_TIMEOUT "oncebox_idempotency_lock_timeout_count" Counter Count "operation" "requests that were refused because their key stayed locked: by an open transaction of another process, or for as long as the route waits";
     IDEMPOTENCY_PURGED "oncebox_idempotency_purged_count" Counter Count "kind" "what was forgotten at the end of its time: `bodies`, and `keys`, each with its operation, intents and evidence";
@@ -34,7 +34,7 @@ metrics_table! {
 pub(crate) enum Noted {
     /// The request claims the key and executes.
     Acquired,
-    /// The outcome of an earlier request is answered: `completed`, `failure`, `reference`,
+    /// The outcome of an earlier request is answered, or what is left of it: `completed`, `failure`, `reference`,
     /// `reconstructed`, `tombstone`.
     Replayed(&'static str),
     /// The first request under the key still runs.
@@ -53,8 +53,8 @@ pub(crate) enum Noted {
     TakenUp,
     /// The request was refused with this code.
     Rejected(&'static str),
-    /// The store did not answer, or had no connection to spare (`admit`), at this stage: `admit`,
-    /// `find`, `claim`, `complete`, `commit`, `recover`, `replay`.
+    /// The store did not answer, had no connection to spare (`admit`), or gave what cannot be read,
+    /// at this stage: `admit`, `find`, `claim`, `complete`, `commit`, `recover`, `replay`.
     StoreError(&'static str),
     /// The outcome of a commit is not known.
     CommitUnknown,
@@ -90,8 +90,9 @@ pub(crate) fn noted(operation: &str, key: &str, noted: Noted) {
         Noted::Mismatch | Noted::PrincipalMismatch => {
             let other = noted == Noted::PrincipalMismatch;
             counted(if other { IDEMPOTENCY_PRINCIPAL } else { IDEMPOTENCY_CONFLICT });
-            tracing::info_span!("idempotency.mismatch", operation, key).in_scope(|| {
-                tracing::warn!(operation, key, principal = other, "the key was used with a different request")
+            tracing::info_span!("idempotency.mismatch", operation, key).in_scope(|| match other {
+                true => tracing::warn!(operation, key, principal = other, "the key was used by another principal"),
+                false => tracing::warn!(operation, key, principal = other, "the key was used with a different request"),
             });
         }
         Noted::Expired(then) => labelled(IDEMPOTENCY_EXPIRED, "then", then),
@@ -127,7 +128,7 @@ pub(crate) fn noted(operation: &str, key: &str, noted: Noted) {
         Noted::LockTimeout => counted(IDEMPOTENCY_LOCK_TIMEOUT),
         Noted::Contradiction => {
             counted(IDEMPOTENCY_CONTRADICTION);
-            tracing::error!(operation, key, "evidence contradicts itself, or what was decided: a person must look");
+            tracing::error!(operation, key, "evidence contradicts itself or a decision: a person must look");
         }
     }
 }
@@ -149,8 +150,9 @@ pub(crate) fn forgotten(what: Forgotten, count: u64) {
     counter!(IDEMPOTENCY_PURGED, "kind" => kind).increment(count);
 }
 
-/// Sets the gauge with the operation's mode, and sets its counters to 0 before the first request.
-/// The gauges of what is open are not set: a 0 that nobody has counted would hide an alert.
+/// Sets the gauge with the operation's mode, and sets its counters to 0 before the first request,
+/// but for those whose labels are not known before. The gauges of what is open are not set: a 0 that
+/// nobody has counted would hide an alert.
 pub(crate) fn operation_starts(operation: &str, mode: &'static str) {
     let name = || operation.to_owned();
     gauge!(IDEMPOTENCY_OPERATION, "operation" => name(), "mode" => mode).set(1.0);
@@ -169,6 +171,8 @@ pub(crate) fn operation_starts(operation: &str, mode: &'static str) {
         IDEMPOTENCY_ENDED,
         IDEMPOTENCY_CONTRADICTION,
         IDEMPOTENCY_LOCK_TIMEOUT,
+        IDEMPOTENCY_RECOVERY,
+        IDEMPOTENCY_HEARTBEAT_LOST,
     ] {
         counter!(counted, "operation" => name()).increment(0);
     }

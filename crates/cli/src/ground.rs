@@ -5,32 +5,37 @@
 use std::path::Path;
 
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-use sqlx::{AssertSqlSafe, Connection, Executor};
+use sqlx::{AssertSqlSafe, Executor};
 
 use super::common::require_schema;
 use super::place::{Place, file_url, private_directory};
 use oncebox::StoreError;
-use oncebox::app::config::{DatabaseSettings, Secret, Settings};
+use oncebox::app::config::{Secret, Settings};
 use oncebox::app::{AppError, open_store};
 use oncebox::error::redact;
 use oncebox::store::{OperationStore, SchemaState, Store};
 
 /// A store that can make a separate database beside the one that a URL names.
 pub(super) trait Ground: OperationStore {
-    /// Makes an empty database on the server of this URL and returns its URL. For SQLite it only
-    /// names a file in `dir`.
-    fn create_database(server: &str, name: &str, dir: &Path) -> impl Future<Output = Result<String, AppError>> + Send;
+    /// Makes an empty database on the server that these settings name, and returns its URL. For
+    /// SQLite it only names a file in `dir`.
+    fn create_database(
+        server: &Settings,
+        name: &str,
+        dir: &Path,
+    ) -> impl Future<Output = Result<String, AppError>> + Send;
 
-    /// Drops the database. A SQLite file is removed with its directory.
-    fn drop_database(server: &str, name: &str) -> impl Future<Output = Result<(), AppError>> + Send;
+    /// Drops the database from its server. For SQLite it does nothing: the file goes with its
+    /// directory, unless the user named that ([`Place::remove`]).
+    fn drop_database(server: &Settings, name: &str) -> impl Future<Output = Result<(), AppError>> + Send;
 }
 
-/// A database that nobody else uses. [`OwnDatabase::drop`] removes it.
+/// A database that nobody else uses, until [`OwnDatabase::drop_it`].
 #[derive(Debug, Clone)]
 pub(super) struct OwnDatabase {
     pub(super) name: String,
     pub(super) url: Secret,
-    pub(super) server: Secret,
+    pub(super) server: Settings,
 }
 
 impl OwnDatabase {
@@ -40,21 +45,21 @@ impl OwnDatabase {
     pub(super) async fn make<S: Ground>(place: &Place, name: String) -> Result<Self, AppError> {
         refuse_messages_of_others::<S>(&place.settings).await?;
         private_directory(&place.dir)?;
-        let server = place.settings.database.url.clone();
-        let made = S::create_database(&server.0, &name, &place.dir).await;
-        let url = Secret(made.map_err(|error| error.on(&format!("a database of its own, {name}, cannot be made")))?);
-        Ok(Self { name, url, server })
+        let made = S::create_database(&place.settings, &name, &place.dir).await;
+        let url = Secret(made.map_err(|error| error.on(&format!("the separate database {name} cannot be made")))?);
+        Ok(Self { name, url, server: place.settings.clone() })
     }
 
-    /// Drops the database from its server. A SQLite file is removed with its directory.
-    pub(super) async fn drop<S: Ground>(&self) -> Result<(), AppError> {
-        S::drop_database(&self.server.0, &self.name).await.map_err(|error| error.on(&self.name))
+    /// Drops the database as [`Ground::drop_database`] does.
+    pub(super) async fn drop_it<S: Ground>(&self) -> Result<(), AppError> {
+        S::drop_database(&self.server, &self.name).await.map_err(|error| error.on(&self.name))
     }
 }
 
 async fn refuse_messages_of_others<S: Store>(settings: &Settings) -> Result<(), AppError> {
-    let DatabaseSettings { url, .. } = &settings.database;
-    let is_missing_file = url.0.strip_prefix("sqlite://").is_some_and(|file| !Path::new(file).exists());
+    let url = &settings.database.url;
+    let file = url.0.strip_prefix("sqlite://").and_then(|rest| rest.split('?').next());
+    let is_missing_file = file.is_some_and(|file| !Path::new(file).exists());
     if is_missing_file {
         return Ok(());
     }
@@ -82,37 +87,52 @@ async fn refuse_messages_of_others<S: Store>(settings: &Settings) -> Result<(), 
 
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 macro_rules! on_server {
-    ($store:ty, $connection:ty, $drop:literal) => {
+    ($store:ty, $drop:literal) => {
         impl Ground for $store {
-            async fn create_database(server: &str, name: &str, _: &Path) -> Result<String, AppError> {
-                let mut admin = <$connection>::connect(server).await.map_err(StoreError::from)?;
-                admin.execute(AssertSqlSafe(format!("create database {name}"))).await.map_err(StoreError::from)?;
-                admin.close().await.map_err(StoreError::from)?;
-                let mut url = url::Url::parse(server).map_err(|error| AppError::usage(error.to_string()))?;
+            async fn create_database(server: &Settings, name: &str, _: &Path) -> Result<String, AppError> {
+                let mut url = url::Url::parse(&server.database.url.0)
+                    .map_err(|error| AppError::usage(format!("the database URL: {error}; name one host")))?;
+                // The driver would prefer it to the path.
+                if url.query_pairs().any(|(name, _)| name == "dbname") {
+                    return Err(AppError::usage(
+                        "the database URL has `dbname` in its query: write the database into the path",
+                    ));
+                }
                 url.set_path(name);
+                run::<$store>(server, format!("create database {name}")).await?;
                 Ok(url.to_string())
             }
 
-            async fn drop_database(server: &str, name: &str) -> Result<(), AppError> {
-                let mut admin = <$connection>::connect(server).await.map_err(StoreError::from)?;
-                admin.execute(AssertSqlSafe(format!($drop, name))).await.map_err(StoreError::from)?;
-                Ok(admin.close().await.map_err(StoreError::from)?)
+            async fn drop_database(server: &Settings, name: &str) -> Result<(), AppError> {
+                run::<$store>(server, format!($drop, name)).await
             }
         }
     };
 }
 #[cfg(feature = "postgres")]
-on_server!(oncebox::store::postgres::PostgresStore, sqlx::PgConnection, "drop database if exists {} with (force)");
+on_server!(oncebox::store::postgres::PostgresStore, "drop database if exists {} with (force)");
 #[cfg(feature = "mysql")]
-on_server!(oncebox::store::mysql::MySqlStore, sqlx::MySqlConnection, "drop database if exists {}");
+on_server!(oncebox::store::mysql::MySqlStore, "drop database if exists {}");
+
+/// Runs a statement on the server of these settings, with their TLS.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+async fn run<S: Store>(server: &Settings, sql: String) -> Result<(), AppError>
+where
+    for<'c> &'c sqlx::Pool<S::Db>: Executor<'c, Database = S::Db>,
+{
+    let store: S = open_store(server, None).await?;
+    let ran = store.pool().execute(AssertSqlSafe(sql)).await.map_err(StoreError::from);
+    store.close().await;
+    Ok(ran.map(drop)?)
+}
 
 #[cfg(feature = "sqlite")]
 impl Ground for oncebox::store::sqlite::SqliteStore {
-    async fn create_database(_: &str, name: &str, dir: &Path) -> Result<String, AppError> {
+    async fn create_database(_: &Settings, name: &str, dir: &Path) -> Result<String, AppError> {
         Ok(file_url(dir, name).0)
     }
 
-    async fn drop_database(_: &str, _: &str) -> Result<(), AppError> {
+    async fn drop_database(_: &Settings, _: &str) -> Result<(), AppError> {
         Ok(())
     }
 }

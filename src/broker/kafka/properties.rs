@@ -2,7 +2,8 @@
 //!
 //! Promise: a property is refused by name, with the reason and before any connection, if it would
 //! break a promise of this project, if another setting would silently override it, or if librdkafka
-//! does not know it.
+//! does not know it. Two are accepted and changed: `auto.offset.reset` for a member of a group, and
+//! a `batch.size` above what the brokers take.
 
 use std::collections::BTreeMap;
 
@@ -35,8 +36,9 @@ const ALIASES: &[(&str, &str)] = &[
 enum Rule {
     /// Only these values are allowed; the case of letters does not matter.
     Only(&'static [&'static str]),
-    /// A whole number between these two, both included.
+    /// A number between these two, both included.
     Between(i64, i64),
+    /// No value is allowed.
     Never,
 }
 
@@ -76,7 +78,7 @@ const RULES: &[(&str, Rule, &str)] = &[
     (
         "auto.offset.reset",
         Only(&["earliest", "smallest", "beginning"]),
-        "anything else skips messages when a group has no offset; the inbox knows what was handled",
+        "a group without an offset begins with the oldest message (the inbox knows what was handled); `latest` skips messages",
     ),
     ("isolation.level", Only(&["read_committed"]), "messages of aborted transactions must not be handled"),
     ("check.crcs", TRUE, "a message damaged on its way must not be handled"),
@@ -137,22 +139,22 @@ pub(super) fn check(properties: &BTreeMap<String, String>) -> Result<(), BrokerE
     let mut seen: BTreeMap<&str, &str> = BTreeMap::new();
     for (name, value) in properties {
         let shown = if is_secret(name) { "***" } else { value };
-        let refused = |why: &str| {
+        let no = |why: &str| {
             Err(BrokerError::Refused(format!("`[broker.kafka.properties]` \"{name}\" = \"{shown}\": {why}")))
         };
         let one_name = canonical(name);
         if let Some(other) = seen.insert(one_name, name) {
-            return refused(&format!("\"{other}\" is another name of the same property, give one of them"));
+            return no(&format!("\"{other}\" is another name of the same property, give one of them"));
         }
         if let Some((_, rule, why)) = RULES.iter().find(|(known, _, _)| *known == one_name)
             && !rule.allows(value)
         {
-            return refused(why);
+            return no(why);
         }
         let mut alone = ClientConfig::new();
         alone.set(name.as_str(), value.as_str());
         if let Err(error) = alone.create_native_config() {
-            return refused(&reason(&error));
+            return no(&reason(&error));
         }
     }
     Ok(())
@@ -162,7 +164,7 @@ impl Rule {
     fn allows(&self, value: &str) -> bool {
         match self {
             Only(values) => values.iter().any(|allowed| allowed.eq_ignore_ascii_case(value)),
-            Between(low, high) => value.parse().is_ok_and(|number: i64| (*low..=*high).contains(&number)),
+            Between(low, high) => value.parse().is_ok_and(|number: f64| (*low as f64..=*high as f64).contains(&number)),
             Never => false,
         }
     }

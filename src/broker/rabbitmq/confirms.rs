@@ -1,8 +1,8 @@
 //! The task of a publishing session: it publishes rows, collects confirms and returns, and reports
 //! the outcome of each row.
 //!
-//! Guarantees: a row is proven by an ack **and** no return (G2). At most one publish of a key is
-//! unconfirmed (R20). A return belongs to the row whose id it carries, whichever confirm it came
+//! Guarantees: a row is proven by an ack **and** no return (G2). Without `pipeline_per_key`, at most
+//! one publish of a key is unconfirmed (R20). A return belongs to the row whose id it carries, whichever confirm it came
 //! with; after a return, the confirms of that channel are held until all its confirms are in (R21).
 //! After a refusal no later row of that topic or key is published until the runtime knows of it. A
 //! nack ends the session (R21).
@@ -45,7 +45,7 @@ use crate::message::{OutgoingMessage, lane_id};
 const ABOUT_THE_MESSAGE: [u16; 4] = [311, 406, 501, 502];
 
 /// How many rows a careful session publishes one after the other. Enough to come to the message at
-/// which the connections before it were cut: what was proven before it is not sent again.
+/// which the connections before it were cut: rows proven before that message are not sent again.
 const CAREFUL_ROWS: usize = 256;
 
 /// How often the task checks the connection.
@@ -103,8 +103,8 @@ pub(super) struct Confirms {
     /// Keys with a refused message, and the number of hand-overs before it. Later rows of the key
     /// that the runtime sent before it knew of it are not published ([`Refusal::Behind`]).
     refused_keys: HashMap<LaneId, u64>,
-    /// Set once the session is ending, with a deadline. Nothing more is published; rows in flight
-    /// may still be proven until then.
+    /// Set once the session is ending, with a deadline. Nothing more is published; rows in flight on
+    /// channels without an error may still be proven until then.
     ending: Option<(BrokerError, Instant)>,
     /// True where the connection was cut without a word of the server.
     is_cut: bool,
@@ -187,7 +187,8 @@ impl Confirms {
         self.ending.as_ref().is_some_and(|(_, until)| self.publishing.is_empty() || Instant::now() >= *until)
     }
 
-    /// Ends the session for this reason. Rows in flight may be proven until the close deadline.
+    /// Ends the session for this reason. Rows in flight on channels without an error may be proven
+    /// until the close deadline.
     fn end(&mut self, error: BrokerError) {
         let until = Instant::now() + self.close_deadline;
         self.ending.get_or_insert((error, until));
@@ -238,8 +239,8 @@ impl Confirms {
         if self.ending.is_some() || self.shared.lock().blocked.is_some() {
             return;
         }
-        // What came before the row in flight is then proven, so that the runtime knows the message
-        // if the connection is cut.
+        // One row at a time: all before it are proven by then, so if the connection is cut, it is at
+        // this message.
         while self.careful > 0 && self.in_flight.is_empty() {
             let Some(row) = self.lanes.next_in_order() else { return };
             self.careful -= 1;
@@ -254,7 +255,7 @@ impl Confirms {
         // a row or the window is full.
         while idle < self.channels.len() && self.in_flight.len() < self.window && self.ending.is_none() {
             let open = self.channels[at].returned.is_empty() && self.channels[at].error.is_none();
-            match if open { self.lanes.next(at) } else { None } {
+            match open.then(|| self.lanes.next(at)).flatten() {
                 Some(row) => {
                     idle = 0;
                     self.publish_row(row);
@@ -446,8 +447,8 @@ impl Confirms {
     }
 
     /// Ends the session with its connection, where nothing else reports the end: while no confirm
-    /// is due, and while the server is blocked. There the client library writes nothing, so it
-    /// cannot answer a close of the server, and without that answer it reports no end.
+    /// is due, and while the server is blocked. While it is blocked the client library writes
+    /// nothing: it cannot answer a close of the server, and without that answer it reports no end.
     fn look_at_the_connection(&mut self) {
         let is_blocked = self.shared.lock().blocked.is_some();
         if self.ending.is_none()

@@ -1,8 +1,8 @@
 //! Chooses the handler for each kind of message.
 //!
-//! Promise: a handler is written for the connection of one kind of database. The consumer that
-//! calls it is the same for every kind. Where a handler does not fit the store, its messages fail
-//! with an error.
+//! Promise: a handler is written for the connection of one database (PostgreSQL, for example). The
+//! consumer that calls it is the same for all. Where a handler does not fit the store, its messages
+//! fail with an error.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -18,7 +18,7 @@ use crate::store::Store;
 /// A handler as the consumer calls it, for any database.
 #[async_trait]
 pub(super) trait Handler: Send + Sync {
-    /// Whether it takes the messages of a batch at once.
+    /// Whether it takes several messages in one call.
     fn takes_sets(&self) -> bool;
 
     /// Calls the handler with these messages, in order, in a transaction. Sets `enqueued` if the
@@ -54,7 +54,7 @@ impl<S: Store, H: MessageHandler<S>> Handler for Single<S, H> {
     }
 }
 
-/// Takes all new messages of a batch at once.
+/// Takes several new messages of a batch in one call, as far as the order of keys allows.
 struct Set<S, H>(H, PhantomData<fn(S)>);
 
 #[async_trait]
@@ -94,7 +94,7 @@ impl<S: Store> Handlers<S> {
         self.with(Some(kind.into()), Single(handler, PhantomData))
     }
 
-    /// Adds a handler for one kind that takes the messages of a batch at once.
+    /// Adds a handler for one kind that takes several messages of a batch in one call.
     #[must_use]
     pub fn on_batch(self, kind: impl Into<String>, handler: impl BatchMessageHandler<S> + 'static) -> Self {
         self.with(Some(kind.into()), Set(handler, PhantomData))
@@ -106,7 +106,7 @@ impl<S: Store> Handlers<S> {
         self.with(None, Single(handler, PhantomData))
     }
 
-    /// The same, with a handler that takes the messages of a batch at once.
+    /// The same, with a handler that takes several messages of a batch in one call.
     #[must_use]
     pub fn otherwise_batch(self, handler: impl BatchMessageHandler<S> + 'static) -> Self {
         self.with(None, Set(handler, PhantomData))
@@ -146,7 +146,7 @@ impl ByKind {
         Some((number, self.get(number)))
     }
 
-    /// The kinds that have handlers; `None` if one handler takes every kind.
+    /// The kinds that have handlers; `None` if every kind has one.
     pub(super) fn kinds(&self) -> Option<Vec<String>> {
         self.0.iter().map(|(kind, _)| kind.clone()).collect()
     }

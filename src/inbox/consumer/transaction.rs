@@ -67,7 +67,7 @@ pub(super) async fn handle(
     let why = match tx.prove().await? {
         Proof::Same => return Ok(None),
         Proof::Aborted => "a statement failed, and the handler went on as if it had not: the transaction is aborted",
-        Proof::Ended => "the handler ended the transaction it was given",
+        Proof::Ended => "the transaction was ended before its commit, by the handler or by the database",
     };
     Ok(Some(Failure::of_all(&handled, why)))
 }

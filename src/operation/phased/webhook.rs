@@ -92,7 +92,8 @@ impl IdempotentCommand for SendWebhook {
 pub struct WebhookOptions {
     /// How long a receiver may take to answer. Default 10 s.
     pub timeout: Duration,
-    /// Hosts that may have private addresses and may be called by `http`. Default: none.
+    /// Hosts that may have private addresses and may be called by `http`, written as a URL has them
+    /// after parsing: in lower case, IPv6 in brackets. Default: none.
     pub allowed_hosts: BTreeSet<String>,
     /// After how many failures an endpoint gets no requests, and for how long.
     pub breaker: BreakerOptions,

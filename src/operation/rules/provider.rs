@@ -8,7 +8,8 @@
 //! * A send that may have arrived is repeated only while the provider still knows our key, or if
 //!   the effect is declared repeatable, or if an operator accepts a duplicate. The key and bytes of
 //!   an effect never change.
-//! * "Not found" proves nothing: a request may still be under way. Only a found effect decides.
+//! * "Not found" proves nothing: a request may still be under way. A query decides only where it
+//!   finds the effect.
 //! * A failure is believed only as a listed verdict on the operation, or as the answer to the only
 //!   send that can have arrived. The latter is judged at the decision, because another process may
 //!   have begun a send after the answer came. In every other case the outcome stays unknown. When

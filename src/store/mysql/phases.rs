@@ -30,18 +30,19 @@ const ENDING: [u32; 5] = [1205, 1213, 1614, 3101, 1020];
 #[derive(Debug)]
 struct MySqlPhase {
     held: Held,
-    /// Whether the session still has a shorter lock wait than handlers were promised.
-    waits_short: bool,
+    /// The statement by which `hold` gives handlers the lock wait that they were promised; empty
+    /// where the session has it.
+    first: &'static str,
 }
 
 impl MySqlPhase {
-    fn boxed(transaction: Bounded<MySql>, waits_short: bool) -> Box<dyn HeldPhase> {
-        Box::new(Self { held: Held::new(transaction), waits_short })
+    fn boxed(transaction: Bounded<MySql>, first: &'static str) -> Box<dyn HeldPhase> {
+        Box::new(Self { held: Held::new(transaction), first })
     }
 
     /// The error of the last statement, where InnoDB may have ended the transaction because of it
     /// (most often a deadlock). Call this before any other statement, which would replace the
-    /// warnings. The server is asked because a handler may hide the error in one of its own.
+    /// warnings. The server is asked because a handler may return another error in its place.
     async fn noted(&mut self) -> Result<Option<String>, StoreError> {
         let warnings = raw_sql("show warnings").all(&mut self.held.transaction).await?;
         for row in warnings {
@@ -63,17 +64,17 @@ impl PhaseStore for MySqlStore {
         owned: &Owned,
         _: Duration,
     ) -> Result<Begun<Box<dyn HeldPhase>>, StoreError> {
-        Ok(staked(self, claim, basis, owned).await?.map(|transaction| MySqlPhase::boxed(transaction, false)))
+        Ok(staked(self, claim, basis, owned).await?.map(|transaction| MySqlPhase::boxed(transaction, "")))
     }
 
     async fn begin_held(&self) -> Result<Box<dyn HeldPhase>, StoreError> {
-        Ok(MySqlPhase::boxed(self.pool.begin(START_HANDLER).await?, false))
+        Ok(MySqlPhase::boxed(self.pool.begin(START_HANDLER).await?, ""))
     }
 
     async fn begin_marked(&self, driven: &Driven) -> Result<Run<Box<dyn HeldPhase>>, StoreError> {
         let mut transaction = self.pool.begin(AssertSqlSafe(format!("{SHORT_WAIT}; {START_HANDLER}"))).await?;
         let refused = match mark(&mut transaction, driven).await {
-            Ok(true) => return Ok(Run::Begun(MySqlPhase::boxed(transaction, true))),
+            Ok(true) => return Ok(Run::Begun(MySqlPhase::boxed(transaction, USUAL_WAIT))),
             Ok(false) => Run::Marked,
             Err(error) if is_locked(&error) => Run::Unended,
             Err(error) => return Err(error.into()),
@@ -97,6 +98,8 @@ async fn mark(transaction: &mut Bounded<MySql>, driven: &Driven) -> Result<bool,
     inserted(mark.bind(&id).bind(driven.epoch).run(transaction).await)
 }
 
+/// The error of a query of `undo`. One that was interrupted, as by KILL QUERY, proves nothing of the
+/// transaction: its `Busy`, which says that nothing happened, becomes `Unavailable`.
 fn unproven(error: StoreError) -> StoreError {
     match error {
         StoreError::Busy(error) => StoreError::Unavailable(error),
@@ -115,12 +118,10 @@ impl HeldPhase for MySqlPhase {
     }
 
     async fn hold(&mut self) -> Result<(), StoreError> {
-        self.held.hold(if self.waits_short { USUAL_WAIT } else { "" }).await
+        self.held.hold(self.first).await
     }
 
     async fn undo(&mut self) -> Result<Proof, StoreError> {
-        // A query that was interrupted, as by KILL QUERY, proves nothing, so `Busy` is not
-        // returned.
         let noted = self.noted().await.map_err(unproven)?;
         let proof = self.held.prove("rollback to").await.map_err(unproven)?;
         if proof != Proof::Ended {

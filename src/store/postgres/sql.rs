@@ -51,6 +51,7 @@ impl Row for PgRow {
         Ok(self.get_text(at)?.map(restored))
     }
 
+    /// Reads two columns, names and values.
     fn get_headers(&self, at: usize) -> Result<Vec<(String, Vec<u8>)>, StoreError> {
         let (names, values): (Vec<String>, Vec<Vec<u8>>) =
             (sqlx::Row::try_get(self, at)?, sqlx::Row::try_get(self, at + 1)?);
@@ -59,7 +60,8 @@ impl Row for PgRow {
 }
 
 /// A text with this prefix is planned for each run. A cached plan that was made while the tables
-/// were empty would scan them whole until they are analyzed.
+/// were empty would scan them whole until they are analyzed. The texts of `store/sql` begin with it
+/// in words: keep both equal.
 const PLANNED_ANEW: &str = "/* planned anew */";
 
 /// Binds the values of a statement for sqlx.

@@ -46,8 +46,9 @@ update oncebox.shard set epoch = epoch + 1, revision = revision + 1, owner = :ow
        {my: lease_seconds}{lite: lease_length} = {lease :length}, lease_until = {now} + {span :length} \
  where shard_id = :shard";
 
-/// Takes the lease on MySQL and SQLite. Returns the new fence and the cursor. Where another owner
-/// has the lease, or there is no such shard, returns the answer that says so.
+/// Takes the lease on MySQL and SQLite; its own owner gets it again at once. Returns the new fence
+/// and the cursor. Where another owner has the lease, or there is no such shard, returns the answer
+/// that says so.
 pub(in crate::store) async fn take(
     store: &dyn SqlStore,
     request: &LeaseRequest,
@@ -62,6 +63,7 @@ pub(in crate::store) async fn take(
     let row = session.only(of(LEASE)).await?;
     let fence = Fence { epoch: row.get::<i64>(0)? + 1, revision: row.get::<i64>(1)? + 1 };
     let (scanned_to, age): (i64, Option<i64>) = (row.get(2)?, row.get_opt(4)?);
+    // Times are counted from the database's now.
     let (now, length) = (DbTime { micros: 0 }, Duration::from_micros(row.get_opt(5)?.unwrap_or(0)));
     let lease = Lease { until: DbTime { micros: -age.unwrap_or(0) }, length };
     let other = row.get_opt::<String>(3)?.filter(|owner| *owner != request.owner && !lease.is_expired(now));
@@ -83,8 +85,8 @@ pub(in crate::store) fn release(shard: i32, fence: Fence) -> Statement {
     sql(RELEASE).bind("shard", shard).bind("epoch", fence.epoch).bind("revision", fence.revision)
 }
 
-/// A dead message after `:skipped` others, if there are so many. It reads entries of an index; on
-/// PostgreSQL the order makes any other plan a sort of all of them.
+/// A dead message after `:skipped` others, if there are so many. It reads entries of an index. With
+/// this order PostgreSQL reads that index, because any other plan would have to sort all rows.
 pub(in crate::store) const HAS_DEAD: &str = "\
 select 1 from oncebox.outbox_dead {my: force index (outbox_dead_state)} \
  where {pg: state between 'dead' and 'dead' order by state, cause, position}{my lite: state = 'dead'} \
@@ -95,7 +97,8 @@ pub(in crate::store) async fn has_dead(session: &mut dyn Session, rows: usize) -
     Ok(!session.rows(sql(HAS_DEAD).bind("skipped", skipped(rows))).await?.is_empty())
 }
 
-/// The dead and held rows of these buckets that hold others, or are held, in position order.
+/// The dead and held rows that hold others, or are held, in position order. On PostgreSQL those of
+/// these buckets; the other databases have one shard.
 pub(in crate::store) async fn diverted(
     session: &mut dyn Session,
     (from, to): (i64, i64),
@@ -157,8 +160,9 @@ select position, {pg my: message_id}{lite: unhex(replace(message_id, '-', ''))},
 pub(in crate::store) struct SentNotDiscarded(Vec<(i64, Uuid)>);
 
 /// Finds released rows whose discard was asked for too late, and writes an audit row for each.
-/// Without it the audit would only say `discard`. To be called in the transaction of the mark,
-/// while these rows are still there, and once no other of the released rows can get a request.
+/// Without it the audit would only say `discard`. Call it in the transaction of the mark, while these
+/// rows are still there, and after the released rows without a request were deleted or locked: so no
+/// other of them can get one.
 pub(in crate::store) async fn sent_not_discarded(
     session: &mut dyn Session,
     released: &[i64],
@@ -190,8 +194,8 @@ pub(in crate::store) fn are_all(found: u64, rows: usize) -> bool {
     usize::try_from(found) == Ok(rows)
 }
 
-/// Fails where a mark did not find each row that it diverts or changes: it was never proven, and
-/// would be lost.
+/// Fails where a mark did not find each row that it diverts or changes: the broker has not taken
+/// that message, and it would be lost.
 pub(in crate::store) fn check_all(found: u64, rows: &[(i64, Diversion)]) -> Result<(), StoreError> {
     if are_all(found, rows.len()) {
         return Ok(());

@@ -2,7 +2,7 @@
 //!
 //! Guarantees: the ids of a batch are inserted with one sorted statement, and the unique key tells
 //! which are new (R24). A handler cannot commit by itself: SQLite refuses every commit but ours on
-//! its connection. A savepoint with a random name proves before COMMIT that the transaction is the
+//! its connection. A savepoint with a unique name proves before COMMIT that the transaction is the
 //! one that was begun (R23).
 
 use std::any::Any;
@@ -125,7 +125,8 @@ async fn bounds(connection: &mut SqliteConnection, consumer: ConsumerId) -> Resu
     })
 }
 
-/// The transaction around a handler. It holds the turn and the write lock of the file.
+/// The transaction around a handler. It holds the turn (a file lock: one writer of all processes at
+/// a time) and the write lock of the file.
 #[derive(Debug)]
 pub(super) struct SqliteInboxTx {
     write: Write,
@@ -225,11 +226,10 @@ impl InboxTx for SqliteInboxTx {
 
     async fn prove(&mut self) -> Result<Proof, StoreError> {
         match self.savepoint.prove(&mut self.write, "release").await? {
-            Proof::Same => Ok(Proof::Same),
-            // A refused commit was rolled back, so nothing of this transaction can be committed any
-            // more.
-            _ if self.write.was_commit_refused() => Ok(Proof::Aborted),
-            _ => Ok(Proof::Ended),
+            // Rolled back, and not because a commit of the handler was refused: by a ROLLBACK of the
+            // handler, or by SQLite. The batch is tried again.
+            Proof::Aborted if !self.write.was_commit_refused() => Ok(Proof::Ended),
+            proof => Ok(proof),
         }
     }
 

@@ -52,7 +52,7 @@ impl<S: Yard> Bed<S> {
                 Ok(Self { store, broker, settings, place, own, second, seconds_made, made })
             }
             Err(error) => {
-                if let Err(left) = own.drop::<S>().await.and(place.remove()) {
+                if let Err(left) = own.drop_it::<S>().await.and(place.remove()) {
                     say("INFO", &left.message);
                 }
                 Err(error)
@@ -129,10 +129,10 @@ impl<S: Yard> Bed<S> {
         let topics = self.broker.remove(&self.made).await;
         self.store.close().await;
         let second = match &self.second {
-            Some(second) => second.drop::<S>().await,
+            Some(second) => second.drop_it::<S>().await,
             None => Ok(()),
         };
-        let database = self.own.drop::<S>().await.and(second);
+        let database = self.own.drop_it::<S>().await.and(second);
         let files = self.place.remove();
         topics?;
         database.and(files)

@@ -73,7 +73,7 @@ pub(super) async fn measure<S: Yard>(
             },
         };
         many.close().await;
-        own.drop::<S>().await?;
+        own.drop_it::<S>().await?;
         figures.extend(measured?);
     }
     Ok(figures)

@@ -32,7 +32,7 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load, stored: u64) 
     let (few, own) = bed.beside().await?;
     let measured = beside(&many, &few, load, stored).await;
     few.close().await;
-    own.drop::<S>().await?;
+    own.drop_it::<S>().await?;
     measured
 }
 

@@ -68,7 +68,7 @@ impl Stage {
                 Ok(Self { place, database, config_file, settings, names })
             }
             Err(error) => {
-                if let Err(left) = database.drop::<S>().await.and(place.remove()) {
+                if let Err(left) = database.drop_it::<S>().await.and(place.remove()) {
                     say("INFO", &left.message);
                 }
                 Err(error)
@@ -78,7 +78,7 @@ impl Stage {
 
     /// Removes database and files, and reports what cannot be removed.
     pub(super) async fn clear<S: Ground>(&self) {
-        if let Err(error) = self.database.drop::<S>().await {
+        if let Err(error) = self.database.drop_it::<S>().await {
             say("INFO", &format!("the database {} could not be dropped: {error}", self.database.name));
         }
         if let Err(error) = self.place.remove() {

@@ -15,7 +15,7 @@ pub(crate) enum Polled {
     Ended,
     /// The operation ended without a kept result, or the answer does not have the form of oncebox.
     Unclear,
-    /// A result that any attempt can have.
+    /// Anything else, judged as for a send.
     Met(Seen),
 }
 
@@ -24,7 +24,7 @@ pub(crate) enum Polled {
 pub(crate) enum AfterPoll {
     Done,
     Ask,
-    /// Send the operation again, after a pause. Its answer is replayed.
+    /// Send the operation again, after a pause: its answer is the stored one, or that it still runs.
     Resend,
     /// The outcome is not known; also if the operation is not found (O26).
     Unknown,
@@ -83,9 +83,9 @@ mod tests {
     use super::super::tests::everything;
     use super::*;
 
-    // Shown by: ending at 404; asking for ever where a 401 is answered.
+    // Shown by: taking 404 for an outcome; asking for ever where a 401 is answered.
     #[test]
-    fn o26_the_question_for_the_outcome_ends_at_the_outcome_only() {
+    fn o26_only_an_outcome_that_is_known_is_done() {
         assert_eq!(after_poll(Polled::Ended), AfterPoll::Done);
         assert_eq!(after_poll(Polled::Pending), AfterPoll::Ask);
         assert_eq!(after_poll(Polled::Unclear), AfterPoll::Resend);

@@ -24,6 +24,7 @@ enum Holders {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Fence {
     xid: u64,
+    /// In milliseconds since the session began.
     taken_at: u64,
 }
 
@@ -103,12 +104,9 @@ impl OpenGaps {
     pub(super) fn close(&mut self, xmin: u64, below: Option<i64>) -> Vec<Range> {
         let certain = |gap: &Gap| gap.holders == Holders::Gone || gap.fence.is_some_and(|fence| fence.xid <= xmin);
         let mut closed = Vec::new();
-        let froms: Vec<i64> = self.gaps.iter().filter(|(_, gap)| certain(gap)).map(|(&from, _)| from).collect();
+        let end = below.unwrap_or(i64::MAX);
+        let froms: Vec<i64> = self.gaps.range(..end).filter(|(_, gap)| certain(gap)).map(|(&from, _)| from).collect();
         for from in froms {
-            let end = below.unwrap_or(i64::MAX);
-            if from >= end {
-                break;
-            }
             let Some(gap) = self.gaps.remove(&from) else {
                 continue;
             };
@@ -120,7 +118,8 @@ impl OpenGaps {
         closed
     }
 
-    /// Marks all stale gaps as watched and returns how many ranges that is.
+    /// Marks all stale gaps as watched and returns how many ranges that is: those whose fence was
+    /// taken `age` milliseconds ago or before that, and whose lock holders were not asked for.
     pub(super) fn watch_stale(&mut self, now: u64, age: u64) -> usize {
         let is_old = |fence: Fence| now.saturating_sub(fence.taken_at) >= age;
         let is_stale = |gap: &&mut Gap| gap.holders == Holders::Unasked && gap.fence.is_some_and(is_old);

@@ -1,9 +1,10 @@
 //! Reads what `status` and `/metrics` show. Counts are exact up to a bound; beyond it they are that
 //! bound or an estimate.
 //!
-//! Promises: what `/metrics` asks every two seconds costs the same at any backlog. On PostgreSQL
-//! every statement reads by an index whatever the statistics say: [`PLANS`] switches the other
-//! plans off, and only one index gives the order that its `order by` asks for.
+//! Promises: what `/metrics` asks, every two seconds at most, costs no more than a fixed amount for
+//! each shard and consumer, at any backlog. On PostgreSQL its statements read by an index whatever
+//! the statistics say: [`PLANS`] switches the other plans off, and where there is an `order by`,
+//! only one index gives its order.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -27,7 +28,7 @@ select shard_id, {pg: bucket_from::integer, bucket_to::integer}{my lite: bucket_
        {age updated_at} \
   from oncebox.shard order by shard_id";
 
-/// The outbox rows that are not proven. The columns: how many were committed at positions that the
+/// The outbox rows at gaps, or above the cursor. The columns: how many were committed at positions that the
 /// cursor keeps as gaps; how many stand above the cursor, both up to a bound; an estimate of the
 /// second beyond the bound; the age of the oldest.
 ///
@@ -197,9 +198,8 @@ pub(in crate::store) async fn read(
 }
 
 fn shard(row: &dyn Row) -> Result<ShardStatus, StoreError> {
-    // A lease has more time left than its length only if the clock of the database went back. It
-    // counts as ended then: otherwise nobody could take the shard until the clock has caught up,
-    // perhaps for hours (R22: a lease from before such a step is over).
+    // A lease has more time left than its length only if the clock of the database went back. It is
+    // shown as ended then, as whoever takes the shard treats it (R22).
     let left = row.get_opt::<i64>(7)?.map(std::ops::Neg::neg);
     let length: i64 = row.get_opt(8)?.unwrap_or(0);
     let left = left.filter(|left| *left > 0 && *left <= length);

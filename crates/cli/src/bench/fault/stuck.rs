@@ -80,7 +80,7 @@ async fn both_sides<S: Yard>(
         }
         .await;
         store.close().await;
-        own.drop::<S>().await?;
+        own.drop_it::<S>().await?;
         rounds.push((measured?, plain));
     }
     Ok(rounds)
