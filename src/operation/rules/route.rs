@@ -286,7 +286,7 @@ mod tests {
     /// fail: with another value of each.
     #[test]
     fn o4_o24_the_defaults_of_every_mode_are_accepted() {
-        let hours = |hours| Duration::from_secs(hours * 3_600);
+        let hours = |hours: u64| Duration::from_secs(hours * 3_600);
         for mode in Mode::ALL {
             let route = Route::new(mode);
             assert_eq!(route.validate(Durability::Durable), Ok(()), "{mode}");
