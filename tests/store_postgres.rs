@@ -8,6 +8,8 @@ mod postgres;
 mod proxy;
 mod support;
 
+#[path = "store_postgres/bodies.rs"]
+mod bodies;
 #[path = "store_postgres/conformance.rs"]
 mod conformance;
 #[path = "store_postgres/connections.rs"]

@@ -11,11 +11,11 @@ metrics_table! {
     IDEMPOTENCY_OPERATION "oncebox_idempotency_operation_info" Gauge Count "operation,mode" "1 for each protected operation, with its mode: same_tx, phased, bridged, edge; joined to the others by `operation`";
     IDEMPOTENCY_CLAIM "oncebox_idempotency_claim_count" Counter Count "operation" "claims: requests that began to execute, as the first of their key, or because the key was free again or taken over";
     IDEMPOTENCY_REPLAY "oncebox_idempotency_replay_count" Counter Count "operation,outcome" "requests that were answered with the outcome of an earlier one, or with what is left of it";
-    IDEMPOTENCY_CONFLICT "oncebox_idempotency_conflict_different_request_count" Counter Count "operation" "keys that were used again with another command: a client makes keys wrongly";
+    IDEMPOTENCY_CONFLICT "oncebox_idempotency_conflict_different_request_count" Counter Count "operation" "the alert: keys that were used again with another command: a client makes keys wrongly";
     IDEMPOTENCY_PRINCIPAL "oncebox_idempotency_principal_mismatch_count" Counter Count "operation" "keys that were used by another principal of the tenant";
     IDEMPOTENCY_IN_PROGRESS "oncebox_idempotency_in_progress_count" Counter Count "operation" "requests that were answered while the first of their key ran, also that one itself after its time limit";
     IDEMPOTENCY_IN_PROGRESS_AGE "oncebox_idempotency_in_progress_age_max" Gauge Seconds "" "the alert: the age of the oldest operation without an outcome, of this process or committed";
-    IDEMPOTENCY_EXPIRED "oncebox_idempotency_expired_retry_count" Counter Count "operation,then" "requests under a key whose time was over: the lifetime is shorter than clients retry";
+    IDEMPOTENCY_EXPIRED "oncebox_idempotency_expired_retry_count" Counter Count "operation,then" "the alert: requests under a key whose time was over: the lifetime is shorter than clients retry";
     IDEMPOTENCY_UNKNOWN "oncebox_idempotency_unknown_state_count" Gauge Count "" "the alert: operations of which nobody knows whether they happened";
     IDEMPOTENCY_TAKEOVER "oncebox_idempotency_takeover_count" Counter Count "operation,kind" "claims that were taken over from a process that is gone, or run again; kind `recovery`: phased operations that a worker or a request took up";
     IDEMPOTENCY_RECOVERY "oncebox_idempotency_recovery_count" Counter Count "operation" "requests that met an operation whose outcome is being found out, or needs an operator";
@@ -25,7 +25,7 @@ metrics_table! {
     IDEMPOTENCY_ENDED "oncebox_idempotency_transaction_ended_count" Counter Count "operation" "the alert: handlers that ended the transaction of their operation";
     IDEMPOTENCY_CONTRADICTION "oncebox_idempotency_evidence_conflict_count" Counter Count "operation" "the alert: times that evidence was found to contradict itself or a decision; see `oncebox operations list --conflicts`";
     IDEMPOTENCY_HEARTBEAT_LOST "oncebox_idempotency_heartbeat_lost_count" Counter Count "operation" "leases lost while their handler ran";
-    IDEMPOTENCY_LOCK_TIMEOUT "oncebox_idempotency_lock_timeout_count" Counter Count "operation" "requests that were refused because their key stayed locked: by an open transaction of another process, or for as long as the route waits";
+    IDEMPOTENCY_LOCK_TIMEOUT "oncebox_idempotency_lock_timeout_count" Counter Count "operation" "the alert: requests that were refused because their key stayed locked: by an open transaction of another process, or for as long as the route waits";
     IDEMPOTENCY_PURGED "oncebox_idempotency_purged_count" Counter Count "kind" "what was forgotten at the end of its time: `bodies`, and `keys`, each with its operation, intents and evidence";
 }
 

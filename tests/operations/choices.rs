@@ -133,6 +133,9 @@ fn is_described(world: &World<SqliteStore>, status: u16) {
     oncebox::http::idempotency::describe(&world.engine.protected()[0], &mut operation).unwrap();
     let document = serde_json::to_value(&operation).unwrap();
     assert_eq!(document["x-idempotency"]["mismatchStatus"], status);
+    // M65. Shown to fail: without these words.
+    let replayed = document["responses"]["201"]["headers"]["Idempotent-Replayed"]["description"].as_str().unwrap();
+    assert!(replayed.contains("do not depend on it"), "{replayed}");
     let about = document["responses"][status.to_string()]["description"].as_str().unwrap();
     assert!(about.contains("different request"), "{about}");
     assert_eq!(document["responses"].get("422").is_some(), status == 422, "{document}");

@@ -2,12 +2,14 @@
 //! (O2, O10, O11, M108).
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
-use axum::extract::{Json, State};
-use axum::http::{HeaderMap, StatusCode};
+use axum::extract::{Json, Request, State};
+use axum::http::{HeaderMap, Method, StatusCode};
+use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post as route_post};
 use oncebox::http::idempotency::{IdempotencyLayer, Idempotent, OutcomeTag};
@@ -23,6 +25,7 @@ on_all! {
     m108_a_second_request_gets_the_first_answer_and_its_headers,
     m69_answers_of_a_run_are_kept,
     m6_reads_are_not_protected_and_an_optional_key_may_be_missing,
+    m73_a_rate_limit_is_no_outcome_and_the_key_runs_later,
     o10_what_was_called_and_not_seen_to_end_is_unknown,
     m47_a_retryable_failure_runs_again_and_a_replayable_one_does_not,
     o10_m70_what_the_extractor_refuses_frees_the_key_and_later_refusals_do_not,
@@ -84,13 +87,16 @@ async fn obeys<S: Sql>(State(app): State<App<S>>, Idempotent(Json(told)): Idempo
 /// The layer around handlers that do as they are told.
 pub(crate) async fn layered<S: Sql>(world: &World<S>, endpoint: Endpoint, gate: &Gate) -> String {
     let layer = IdempotencyLayer::new(&world.engine, endpoint).unwrap();
-    let router = Router::new()
+    serve(plain(world, gate).route_layer(layer)).await
+}
+
+/// The same handlers without a layer.
+fn plain<S: Sql>(world: &World<S>, gate: &Gate) -> Router {
+    Router::new()
         .route("/put", route_post(obeys::<S>))
         .route("/put/{id}", route_post(obeys::<S>))
-        .route("/read", get(|| async { "read" }))
-        .route_layer(layer)
-        .with_state(App { store: world.store.clone(), gate: gate.clone() });
-    serve(router).await
+        .route("/read", get(|| async { "read" }).options(|| async { "GET, HEAD, OPTIONS" }))
+        .with_state(App { store: world.store.clone(), gate: gate.clone() })
 }
 
 // Shown by: a deny-list of headers; `insert` for repeated ones; no fingerprint of path parameters;
@@ -134,12 +140,18 @@ async fn m69_answers_of_a_run_are_kept<S: Sql>(world: World<S>) {
     }
 }
 
+// Shown to fail: without HEAD, and without OPTIONS, among the methods that the layer leaves alone.
 async fn m6_reads_are_not_protected_and_an_optional_key_may_be_missing<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     let url =
         layered(&world, Endpoint::raw("put", Route { requirement: Requirement::Optional, ..edge() }), &gate).await;
     let read = send(client().get(format!("{url}/read")).header("idempotency-key", "no key")).await;
     assert_eq!((read.status, read.body.as_slice()), (200, &b"read"[..]));
+    for (method, body) in [(Method::HEAD, ""), (Method::OPTIONS, "GET, HEAD, OPTIONS")] {
+        let request = client().request(method.clone(), format!("{url}/read")).header("idempotency-key", "no key");
+        let read = send(request).await;
+        assert_eq!((read.status, read.body.as_slice()), (200, body.as_bytes()), "{method}");
+    }
     for _ in 0..2 {
         let plain = client().post(format!("{url}/put")).header("content-type", "application/json").body("{}");
         assert!(!send(plain).await.is_replayed());
@@ -147,6 +159,44 @@ async fn m6_reads_are_not_protected_and_an_optional_key_may_be_missing<S: Sql>(w
     assert_eq!(gate.calls(), 2);
     send(post(&format!("{url}/put"), "no key", "{}")).await.is(Code::KeyInvalid);
     send(post(&format!("{url}/put"), K1, "{}").header("test-scope", "none")).await.is(Code::ScopeRequired);
+}
+
+/// A limiter around a router: it refuses while it is full, and tags its answer.
+fn limited(router: Router, full: &Arc<AtomicBool>, tag: Option<Outcome<()>>) -> Router {
+    let full = Arc::clone(full);
+    router.layer(from_fn(move |request: Request, next: Next| {
+        let (is_full, tag) = (full.load(Ordering::SeqCst), tag.clone());
+        async move {
+            if !is_full {
+                return next.run(request).await;
+            }
+            let mut refused = StatusCode::TOO_MANY_REQUESTS.into_response();
+            if let Some(tag) = tag {
+                refused.extensions_mut().insert(OutcomeTag(tag));
+            }
+            refused
+        }
+    }))
+}
+
+// Outside of the layer a limiter needs no tag, inside it says that nothing was done. Shown to fail:
+// without the tag inside (the key is UNKNOWN); with `DontStore` settled as a binding refusal.
+async fn m73_a_rate_limit_is_no_outcome_and_the_key_runs_later<S: Sql>(world: World<S>) {
+    let (gate, full) = (Gate::open(), Arc::new(AtomicBool::new(true)));
+    let layer = || IdempotencyLayer::new(&world.engine, Endpoint::raw("put", edge())).unwrap();
+    let outside = limited(plain(&world, &gate).route_layer(layer()), &full, None);
+    let inside = limited(plain(&world, &gate), &full, Some(Outcome::DontStore(()))).route_layer(layer());
+    for (router, key, calls) in [(outside, K1, 1), (inside, K2, 2)] {
+        let url = serve(router).await + "/put";
+        full.store(true, Ordering::SeqCst);
+        assert_eq!(send(post(&url, key, "{}")).await.status, 429);
+        assert_eq!((world.record("t1", key).await, gate.calls()), (None, calls - 1));
+        full.store(false, Ordering::SeqCst);
+        let one = send(post(&url, key, "{}")).await;
+        let two = send(post(&url, key, "{}")).await;
+        assert_eq!((one.status, one.is_replayed(), two.status, two.is_replayed()), (201, false, 201, true));
+        assert_eq!(gate.calls(), calls);
+    }
 }
 
 // Shown by: releasing 429 and 408, or 5xx as "retryable" (M118: a failure after the effect runs it

@@ -25,6 +25,7 @@ on_all! {
     o3_a_known_outcome_expires_and_an_unknown_one_does_not,
     m66_m117_an_answer_outlives_a_change_of_its_schema,
     m63_m68_what_is_not_kept_is_referred_to_rebuilt_or_said_to_be_gone,
+    m64_an_exact_replay_is_as_it_was_and_a_rebuilt_one_as_it_is,
     m17_without_a_key_the_server_makes_one_where_it_is_optional,
     o29_a_tenant_over_its_quota_gets_429_and_nothing_is_stored,
     o11_what_is_unresolved_counts_against_the_quota,
@@ -174,6 +175,40 @@ async fn m63_m68_what_is_not_kept_is_referred_to_rebuilt_or_said_to_be_gone<S: S
     assert_eq!((gate.calls(), world.effects().await), (2, 2));
     let wrong = world.engine.protect(Endpoint::typed::<Put>(Route { replay: Replay::Reconstruct, ..same_tx() }));
     assert!(wrong.is_err_and(|error| error.to_string().contains("needs `rebuilt_by`")));
+}
+
+// A payment goes from PENDING to SETTLED between two answers. Shown to fail: with
+// `not_retained` in place of `rebuild`, and in place of `replay`.
+async fn m64_an_exact_replay_is_as_it_was_and_a_rebuilt_one_as_it_is<S: Sql>(world: World<S>) {
+    let pays = |keep: Keep| {
+        does::<S, _>(move |_: &Put, mut tx: EffectTx<'_, S>| {
+            Box::pin(async move {
+                S::run(tx.connection(), "insert into effect (text) values ('PENDING')").await?;
+                Ok(Outcome::Completed(Reply { keep, ..Reply::json(201, &"PENDING")? }))
+            })
+        })
+    };
+    let exact = world.protect(same_tx());
+    let one = first(run(&world, &exact, K1, "a", pays(Keep::Exact)).await);
+    let store = world.store.clone();
+    let reads = move |_| -> BoxFuture<'static, Result<Reply, HandlerError>> {
+        let store = store.clone();
+        Box::pin(async move {
+            let pending = store.number("select count(*) from effect where text = 'PENDING'").await;
+            Ok(Reply::json(200, &if pending > 0 { "PENDING" } else { "SETTLED" })?)
+        })
+    };
+    let rebuilt = Endpoint::typed::<Put>(Route { replay: Replay::Reconstruct, ..same_tx() }).rebuilt_by(reads);
+    let (next, rebuilt) = world.deployed(rebuilt);
+    first(run(&next, &rebuilt, K2, "a", pays(Keep::Nothing)).await);
+    for now in ["PENDING", "SETTLED"] {
+        world.store.exec(&format!("update effect set text = '{now}'")).await;
+        let kept = replayed(run(&world, &exact, K1, "a", pays(Keep::Exact)).await);
+        assert_eq!((kept.status, &kept.body), (201, &one.body), "{now}");
+        let read = replayed(run(&next, &rebuilt, K2, "a", pays(Keep::Nothing)).await);
+        assert_eq!((read.status, read.body), (200, serde_json::to_vec(now).unwrap()));
+    }
+    assert_eq!(world.effects().await, 2);
 }
 
 async fn m17_without_a_key_the_server_makes_one_where_it_is_optional<S: Sql>(world: World<S>) {

@@ -12,7 +12,7 @@ use oncebox::operation::phased::{
 use oncebox::operation::provider::{KeyWindow, Strategy};
 use oncebox::operation::{
     AfterExpiry, Answered, Code, DriveSettings, Endpoint, Engine, EngineOptions, FingerprintWriter, IdempotentCommand,
-    Key, KeyFormat, KeyGiven, Keyring, Mode, Registered, Reply, Route, Scope, Sealer, Stage, WhileRunning,
+    Key, KeyFormat, KeyGiven, Keyring, Mode, Registered, Reply, Requirement, Route, Scope, Sealer, Stage, WhileRunning,
 };
 use oncebox::store::{Base, Phases, StoredOperation};
 use oncebox::{HandlerError, NewMessage, async_trait};
@@ -357,6 +357,7 @@ pub(crate) struct Plan {
     pub(crate) sealer: Sealer,
     pub(crate) keyring: Keyring,
     pub(crate) while_running: WhileRunning,
+    pub(crate) requirement: Requirement,
     /// How many bytes a tenant may have stored.
     pub(crate) stored_max: Option<u64>,
 }
@@ -379,6 +380,7 @@ impl Plan {
             sealer: Sealer::default(),
             keyring: Keyring::plain(),
             while_running: WhileRunning::Conflict,
+            requirement: Requirement::Required,
             stored_max: None,
         }
     }
@@ -405,6 +407,7 @@ impl Plan {
             key_format: KeyFormat::Opaque,
             after_expiry: AfterExpiry::ExecuteAsNew,
             while_running: self.while_running,
+            requirement: self.requirement,
             operation_path: Some("/operations/".to_owned()),
             lease: self.lease,
             timeout: self.lease / 3,

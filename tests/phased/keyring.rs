@@ -1,13 +1,14 @@
 //! Secrets of fingerprints at a phased operation: a process without them answers 503 and starts
-//! nothing, and recovery goes on (O20, O21). And a duplicate that is sent to its operation (M43);
-//! what is not sealed, held in memory, or readable.
+//! nothing, and recovery goes on (O20, O21). And a request that is sent to its operation (M17,
+//! M43); what is not sealed, held in memory, or readable.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use oncebox::operation::provider::Answer;
 use oncebox::operation::{
-    Answered, Code, Key, KeyFormat, KeyGiven, Keyring, Kid, Problem, Scope, Sealer, WhileRunning,
+    Answered, Code, Key, KeyFormat, KeyGiven, Keyring, Kid, Problem, Requirement, Scope, Sealer, Stage, State,
+    WhileRunning,
 };
 
 use crate::flow::{BUDGET, Charge, KEY, ONE, Plan, Service, code, status};
@@ -83,6 +84,36 @@ async fn m43_a_duplicate_is_sent_to_the_operation_that_runs<S: Rows>(store: S) {
     assert_eq!(status(&first), (201, false));
     let (reply, replayed) = another.ask_until_known(ONE, 700).await;
     assert_eq!((reply.status, replayed, told.arrived().len()), (201, true, 1));
+    service.ended_once("settled").await;
+}
+
+// A client that cannot keep a key asks at the location instead. Shown to fail: without the key of
+// the server's own, `or_own` (each answer is 503).
+async fn m17_without_a_key_an_operation_begins_and_ends_at_its_location<S: Rows>(store: S) {
+    let (told, held) = Scripted::default().timeout(Duration::from_secs(50)).held(done());
+    let plan = Plan { requirement: Requirement::Optional, ..Plan::new(KEY).long_lease() };
+    let service = Service::start(&store, &plan, told.clone()).await;
+    let accepted = eventually("an answer that the database gave", SOON, || async {
+        let (scope, command) = (Some(Scope::new("t1", "p1").unwrap()), Charge { amount: 700 });
+        let (phased, endpoint) = (&service.phased, &service.endpoint);
+        let asked = phased.execute_phased(endpoint, scope, KeyGiven::Missing, command, None, Duration::ZERO).await;
+        Some(problem(asked)).filter(|problem| problem.code != Code::StoreUnavailable)
+    })
+    .await;
+    assert_eq!((accepted.code, accepted.status), (Code::RecoveryPending, 202), "{accepted:?}");
+    let id = accepted.location.as_deref().and_then(|location| location.strip_prefix("/operations/")).unwrap();
+    let at_location = || async { store.operation(id.parse().unwrap()).await.unwrap().unwrap() };
+    held.reached().await;
+    assert_eq!(at_location().await.stage.public(), "pending");
+    held.go_on();
+    let ended = eventually("it ends", SOON, || async {
+        Some(at_location().await).filter(|operation| operation.stage.public() != "pending")
+    });
+    assert_eq!(ended.await.stage, Stage::Succeeded);
+    assert_eq!((told.arrived().len(), service.operation().await.operation_id.to_string().as_str()), (1, id));
+    let completed = format!("state = '{}'", State::Completed);
+    let records = format!("select count(*) from {} where {completed}", S::table("idempotency_request"));
+    assert_eq!(store.number(&records).await, 1);
     service.ended_once("settled").await;
 }
 
@@ -175,4 +206,5 @@ crate::on_all! {
     an_operation_that_cannot_be_read_for_its_client_is_pending;
     o20_o21_a_process_without_the_secret_starts_nothing_and_recovers_what_was_begun;
     m43_a_duplicate_is_sent_to_the_operation_that_runs;
+    m17_without_a_key_an_operation_begins_and_ends_at_its_location;
 }

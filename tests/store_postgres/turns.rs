@@ -117,7 +117,7 @@ async fn retries(store: &PostgresStore, consumer: ConsumerId, key: &str) {
     store.sweep(consumer).await.unwrap();
 }
 
-fn key_claim(mode: Mode, number: usize) -> KeyClaim {
+pub(crate) fn key_claim(mode: Mode, number: usize) -> KeyClaim {
     let scope = KeyScope::new("t1", "p1").unwrap();
     let key = Key::parse(format!("a-key-of-many-{number:06}-{mode:?}").as_bytes(), KeyFormat::Opaque).unwrap();
     KeyClaim {

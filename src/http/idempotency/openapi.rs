@@ -25,7 +25,7 @@ pub fn describe(endpoint: &Registered, operation: &mut Operation) -> Result<(), 
     let parameter = serde_json::from_value(key_parameter(route.key_format, route.requirement))?;
     operation.parameters.get_or_insert_default().push(RefOr::T(parameter));
     let replayed = json!({
-        "description": "`true`: the outcome of an earlier request with this key.",
+        "description": "`true`: the outcome of an earlier request with this key. It is for debugging: do not depend on it.",
         "schema": {"type": "boolean"},
     });
     for (status, response) in &mut operation.responses.responses {

@@ -103,4 +103,11 @@ mod tests {
             assert_eq!(stage.public() == "pending", stage.record() == State::InProgress);
         }
     }
+
+    /// A client sees four words. Shown to fail: with any stage under another word.
+    #[test]
+    fn m121_a_client_sees_no_stage_of_an_open_operation() {
+        let words = ["pending", "pending", "pending", "pending", "succeeded", "failed", "unknown"];
+        assert_eq!(Stage::ALL.map(Stage::public), words);
+    }
 }

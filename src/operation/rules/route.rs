@@ -282,14 +282,22 @@ mod tests {
         route.validate(Durability::Durable).expect_err("refused").to_string()
     }
 
+    /// The values are those of docs/reference/settings.md and docs/concepts/operations.md. Shown to
+    /// fail: with another value of each.
     #[test]
     fn o4_o24_the_defaults_of_every_mode_are_accepted() {
+        let hours = |hours: u64| Duration::from_secs(hours * 3_600);
         for mode in Mode::ALL {
             let route = Route::new(mode);
             assert_eq!(route.validate(Durability::Durable), Ok(()), "{mode}");
             assert_eq!(route.after_expiry == AfterExpiry::Reject, mode == Mode::Phased);
             assert_eq!(route.key_format == KeyFormat::Opaque, mode != Mode::Phased);
             assert_eq!(route.mismatch.status(), 422);
+            let (lease, run) = (route.lease.as_secs(), (route.timeout.as_secs(), route.completion_budget.as_secs()));
+            assert_eq!((lease, run), (30, (20, 5)), "{mode}");
+            let kept = Retention { ttl: hours(24), body: hours(24), metadata: hours(7 * 24) };
+            assert_eq!(route.retention, kept, "{mode}");
+            assert_eq!((route.wait_max.as_secs(), route.id_skew.as_secs()), (5, 60), "{mode}");
         }
     }
 
