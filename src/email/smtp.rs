@@ -43,6 +43,9 @@ pub(crate) enum Means {
     Away,
     /// Nothing arrived, and a later attempt may succeed.
     NotNow,
+    /// Nothing arrived, and later attempts fail too until somebody changes something. It may be
+    /// about us and not about the e-mail.
+    Barred,
     /// Nothing arrived, and later attempts fail too.
     Refused,
     /// The server may have accepted the e-mail all the same.
@@ -109,7 +112,8 @@ impl Step {
             || self == Self::Envelope && error.source().is_some_and(|text| text.to_string().starts_with("5.7."));
         let means = match self {
             Self::Envelope | Self::Text if error.is_permanent() && !may_be_us => Means::Refused,
-            Self::Text if error.is_permanent() || error.is_transient() => Means::NotNow,
+            Self::Parameters | Self::Envelope | Self::Text if error.is_permanent() => Means::Barred,
+            Self::Text if error.is_transient() => Means::NotNow,
             step => step.cut(),
         };
         Failure { error: format!("{self}: {error}"), means }
@@ -216,7 +220,7 @@ async fn hand_over(
     ] {
         if is_needed && !connection.server_info().supports_feature(extension) {
             let error = format!("the server does not offer {extension}, which this e-mail needs");
-            return Err(Failure { error, means: if is_own_plain { Means::NotNow } else { Means::Away } });
+            return Err(Failure { error, means: if is_own_plain { Means::Barred } else { Means::Away } });
         }
         parameters.extend(is_needed.then_some(parameter));
     }
