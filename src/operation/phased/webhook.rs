@@ -330,8 +330,8 @@ mod tests {
         assert_eq!(Webhooks::new(options, |_| Vec::new()).expect("TLS").timeout(), Duration::MAX);
     }
 
-    // A deploy in which one process does not allow the host yet. Shown by: a 421 in its place, which
-    // is the refusal of a receiver and ended the webhook for good.
+    // A deploy in which one process does not allow the host yet. Shown by: a 421 in its place,
+    // which is the refusal of a receiver and ended the webhook for good.
     #[tokio::test]
     async fn o28_a_host_that_only_this_process_does_not_allow_refuses_no_webhook() {
         let allows = WebhookOptions { allowed_hosts: ["127.0.0.1".to_owned()].into(), ..WebhookOptions::default() };
