@@ -1,7 +1,7 @@
 //! The connection to an SMTP server: in plain text, under TLS from its start, or after STARTTLS.
 //!
 //! Promises: what came before TLS says nothing under it. A byte behind the answer to STARTTLS ends
-//! the connection, because anybody on the way can have sent it (RFC 3207, 6). An answer is read
+//! the connection, because anybody on the way can have sent it (RFC 3207, 4.2). An answer is read
 //! whatever bytes its text has.
 //!
 //! STARTTLS and TLS stand here, because the client library keeps what it has read behind the answer
