@@ -5,6 +5,7 @@
 //! | `port` | what the sender needs of a database |
 //! | `carriage` | an e-mail as bytes, and its way to a server or a file |
 //! | `smtp` | one dialogue with a server |
+//! | `wire` | the connection to a server, with TLS |
 //! | `sender` | the work: leases rows, sends, records what became of each |
 
 #[cfg(feature = "email")]
@@ -15,3 +16,5 @@ pub(crate) mod port;
 pub mod sender;
 #[cfg(feature = "email")]
 pub(crate) mod smtp;
+#[cfg(feature = "email")]
+mod wire;

@@ -94,7 +94,8 @@ impl Provider for Cards {
             Ok(CallOutcome::Answered(response)) => response,
             Ok(CallOutcome::NoAnswer(saw)) => return Sent { answer: Answer::NoAnswer, saw: saw.into_bytes() },
             Ok(CallOutcome::NotConnected(saw)) => return Sent { answer: Answer::NotConnected, saw: saw.into_bytes() },
-            Err(error) => return Sent { answer: Answer::NotConnected, saw: error.to_string().into_bytes() },
+            // The request cannot be built.
+            Err(error) => return Sent { answer: Answer::NotMade, saw: error.to_string().into_bytes() },
         };
         let code = serde_json::from_slice::<Coded>(&response.body).map_or_else(|_| String::new(), |coded| coded.code);
         let done = serde_json::from_slice::<CardCharge>(&response.body);
@@ -117,7 +118,7 @@ impl Provider for Cards {
                 return Asked { answer: QueryAnswer::Failed, status: None, saw: saw.into_bytes() };
             }
             Err(error) => {
-                return Asked { answer: QueryAnswer::Failed, status: None, saw: error.to_string().into_bytes() };
+                return Asked { answer: QueryAnswer::NotMade, status: None, saw: error.to_string().into_bytes() };
             }
         };
         let answer = match (response.status, serde_json::from_slice::<Found>(&response.body)) {

@@ -136,6 +136,11 @@ impl ClientState {
                 return Err(cause);
             }
             tokio::time::sleep(wait).await;
+            // The pause may have been longer: the machine was suspended, or this process was
+            // stopped.
+            if let Some(cause) = course.over(Duration::ZERO, &last) {
+                return Err(cause);
+            }
             if let Err(left) = self.admit(&request.url) {
                 "the origin is left alone after failures in a row".clone_into(&mut last);
                 wait = left;
@@ -307,8 +312,45 @@ fn failed(error: &reqwest_middleware::Error) -> Met {
 
 #[cfg(test)]
 mod tests {
+    use reqwest::ResponseBuilderExt;
+    use tokio::sync::Notify;
+
     use super::*;
     use crate::time::breaker::BreakerOptions;
+
+    /// Answers each attempt with 503 and a pause of one second, counts the attempts, and tells of
+    /// them.
+    struct Busy<'a>(usize, &'a Notify);
+
+    impl Transport for Busy<'_> {
+        async fn call(&mut self, request: reqwest::Request) -> Result<reqwest::Response, reqwest_middleware::Error> {
+            self.0 += 1;
+            self.1.notify_one();
+            let answer = http::Response::builder().url(request.url().clone()).status(503).header("retry-after", "1");
+            Ok(answer.body("").expect("an answer").into())
+        }
+    }
+
+    // Shown by: asking for the age before the pause only (the second attempt was made).
+    #[tokio::test]
+    async fn m110_a_process_that_was_frozen_in_a_pause_does_not_send_what_the_server_has_forgotten() {
+        let (attempt_timeout, lifetime) = (Duration::from_millis(500), Duration::from_secs(2));
+        let options = ClientOptions { attempt_timeout, lifetime, ..ClientOptions::default() };
+        let state = ClientState::new(options, None);
+        let request = Request::new("POST", "https://pay.example/payments", "{}").expect("a request");
+        let answers = Notify::new();
+        let mut transport = Busy(0, &answers);
+        let frozen = async {
+            answers.notified().await;
+            // The call is in its pause. The only thread of this program stands, as all of them do
+            // in a process that is stopped.
+            std::thread::sleep(lifetime);
+        };
+        let (ended, ()) = tokio::join!(state.send(&mut transport, &request), frozen);
+        let error = ended.expect_err("no outcome");
+        assert!(matches!(error, ClientError::OutcomeUnknown { cause: Cause::KeyForgotten { .. }, .. }), "{error}");
+        assert_eq!(transport.0, 1);
+    }
 
     // Shown by: a map that only grows, in a service whose tenants give the URLs.
     #[test]

@@ -343,6 +343,8 @@ mod tests {
             (Means::Refused, 0, false, "refused"),
             (Means::Refused, 1, false, "dead, possibly sent once"),
             (Means::NotNow, 0, true, "dead"),
+            (Means::Barred, 0, false, "waiting"),
+            (Means::Barred, 0, true, "dead"),
             (Means::Unknown, 4, true, "dead, possibly sent 5 times"),
         ] {
             assert_eq!(Failure { error: String::new(), means }.state(before, last).to_string(), word);

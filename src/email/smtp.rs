@@ -13,19 +13,18 @@ use std::time::Duration;
 
 use lettre::address::{Address, Envelope};
 use lettre::transport::smtp::authentication::{Credentials, DEFAULT_MECHANISMS};
-use lettre::transport::smtp::client::{AsyncSmtpConnection, Tls, TlsParameters};
+use lettre::transport::smtp::client::AsyncSmtpConnection;
 use lettre::transport::smtp::commands::{Data, Mail, Rcpt};
 use lettre::transport::smtp::extension::{ClientId, Extension, MailBodyParameter, MailParameter};
 use lettre::transport::smtp::{Error, SMTP_PORT, SUBMISSION_PORT, SUBMISSIONS_PORT};
 use tokio::time::timeout;
 
+use super::wire::{self, Tls, public_roots};
 use crate::error::redact;
 use crate::task;
 use crate::text::percent::percent_decode;
 use crate::time::since::Since;
 
-/// How long a connect to one address may take. It leaves time to try the next address.
-const CONNECTING: Duration = Duration::from_secs(6);
 /// How long a server has to answer to QUIT. Then the connection is closed.
 const GOODBYE: Duration = Duration::from_secs(2);
 
@@ -43,6 +42,9 @@ pub(crate) enum Means {
     Away,
     /// Nothing arrived, and a later attempt may succeed.
     NotNow,
+    /// Nothing arrived, and later attempts fail too until somebody changes something. It may be
+    /// about us and not about the e-mail.
+    Barred,
     /// Nothing arrived, and later attempts fail too.
     Refused,
     /// The server may have accepted the e-mail all the same.
@@ -109,7 +111,8 @@ impl Step {
             || self == Self::Envelope && error.source().is_some_and(|text| text.to_string().starts_with("5.7."));
         let means = match self {
             Self::Envelope | Self::Text if error.is_permanent() && !may_be_us => Means::Refused,
-            Self::Text if error.is_permanent() || error.is_transient() => Means::NotNow,
+            Self::Parameters | Self::Envelope | Self::Text if error.is_permanent() => Means::Barred,
+            Self::Text if error.is_transient() => Means::NotNow,
             step => step.cut(),
         };
         Failure { error: format!("{self}: {error}"), means }
@@ -139,10 +142,10 @@ impl SmtpServer {
         let host = url.host_str().filter(|host| !host.is_empty()).ok_or_else(|| refused("it names no host"))?;
         // A numeric address of version 6 stands in brackets in a URL only.
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
-        let verified = || TlsParameters::new(host.clone()).map_err(|error| refused(&error.to_string()));
+        let verified = || public_roots().map_err(|error| refused(&error.to_string()));
         let asked = url.query_pairs().find(|(name, _)| name == "tls").map(|(_, value)| value.into_owned());
         let (usual_port, tls) = match (url.scheme(), asked.as_deref()) {
-            ("smtp", None) => (SMTP_PORT, Tls::None),
+            ("smtp", None) => (SMTP_PORT, Tls::Never),
             ("smtp", Some("required")) => (SUBMISSION_PORT, Tls::Required(verified()?)),
             ("smtp", Some("opportunistic")) => (SUBMISSION_PORT, Tls::Opportunistic(verified()?)),
             ("smtp", Some(_)) => return Err(refused("`tls` must be `required` or `opportunistic`")),
@@ -171,32 +174,16 @@ impl SmtpServer {
     }
 
     async fn talk(&self, envelope: &Envelope, bytes: &[u8], step: &mut Step, limit: Limit) -> Result<(), Failure> {
-        let mut connection = self.connect().await.map_err(|error| Step::Connect.failed(&error))?;
+        let at_connect = |error: String| Failure { error: format!("{step}: {error}"), means: step.cut() };
+        let mut connection =
+            wire::connect((&self.host, self.port), &self.tls, &self.hello_name).await.map_err(at_connect)?;
+        if let Some(credentials) = &self.credentials {
+            connection.auth(DEFAULT_MECHANISMS, credentials).await.map_err(|error| step.failed(&error))?;
+        }
         let said = hand_over(&mut connection, envelope, bytes, step, limit).await;
         // A server that accepts an e-mail and then hangs has accepted it.
         drop(task::spawn(timeout(GOODBYE, async move { connection.quit().await })));
         said
-    }
-
-    async fn connect(&self) -> Result<AsyncSmtpConnection, Error> {
-        let wrapper = match &self.tls {
-            Tls::Wrapper(parameters) => Some(parameters.clone()),
-            _ => None,
-        };
-        let server = (self.host.as_str(), self.port);
-        let mut connection =
-            AsyncSmtpConnection::connect_tokio1(server, Some(CONNECTING), &self.hello_name, wrapper, None).await?;
-        match &self.tls {
-            Tls::Required(parameters) => connection.starttls(parameters.clone(), &self.hello_name).await?,
-            Tls::Opportunistic(parameters) if connection.can_starttls() => {
-                connection.starttls(parameters.clone(), &self.hello_name).await?;
-            }
-            _ => {}
-        }
-        if let Some(credentials) = &self.credentials {
-            connection.auth(DEFAULT_MECHANISMS, credentials).await?;
-        }
-        Ok(connection)
     }
 }
 
@@ -216,7 +203,7 @@ async fn hand_over(
     ] {
         if is_needed && !connection.server_info().supports_feature(extension) {
             let error = format!("the server does not offer {extension}, which this e-mail needs");
-            return Err(Failure { error, means: if is_own_plain { Means::NotNow } else { Means::Away } });
+            return Err(Failure { error, means: if is_own_plain { Means::Barred } else { Means::Away } });
         }
         parameters.extend(is_needed.then_some(parameter));
     }
@@ -244,9 +231,13 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use std::sync::Arc;
 
-    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+    use rustls::pki_types::pem::PemObject;
+    use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+    use rustls::{ClientConfig, RootCertStore, ServerConfig};
+    use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncWrite, AsyncWriteExt, BufReader};
     use tokio::net::{TcpListener, TcpStream};
     use tokio::sync::Notify;
+    use tokio_rustls::TlsAcceptor;
 
     use super::*;
 
@@ -263,7 +254,7 @@ mod tests {
         let of = |url: &str| {
             let SmtpServer { host, port, tls, hello_name, credentials } = SmtpServer::from_url(url).unwrap();
             let tls = match tls {
-                Tls::None => "none",
+                Tls::Never => "none",
                 Tls::Opportunistic(_) => "opportunistic",
                 Tls::Required(_) => "required",
                 Tls::Wrapper(_) => "wrapper",
@@ -368,10 +359,104 @@ mod tests {
         assert!(!text.contains("Thanks"), "{text}");
     }
 
-    /// Answers every command with yes. With `silent` it leaves the first MAIL without an answer,
-    /// and every command after it.
-    async fn answer(mut socket: BufReader<TcpStream>, silent: Option<Arc<(Notify, Notify)>>) -> Option<()> {
+    /// A key of this test alone, which protects nothing, and its certificate for `localhost`.
+    const KEY: &str = "-----BEGIN PRIVATE KEY-----
+MC4CAQAwBQYDK2VwBCIEIHTbglAp1Reg2bRte+8ntzmuG7DbkHydorHnAbuzq6vC
+-----END PRIVATE KEY-----";
+    const CERTIFICATE: &str = "-----BEGIN CERTIFICATE-----
+MIIBHTCB0KADAgECAgEBMAUGAytlcDAUMRIwEAYDVQQDDAlsb2NhbGhvc3QwIBcN
+MjAwMTAxMDAwMDAwWhgPMjEyMDAxMDEwMDAwMDBaMBQxEjAQBgNVBAMMCWxvY2Fs
+aG9zdDAqMAUGAytlcAMhAAbhSFO4mJjj95ETw+fUnbu4+yQcUK3G2zkfk5T4SWqW
+o0UwQzAUBgNVHREEDTALgglsb2NhbGhvc3QwDAYDVR0TAQH/BAIwADAdBgNVHQ4E
+FgQUUEKJVsfdbdmq6JhgulGHYwL5ErYwBQYDK2VwA0EAi8VByYidk/qBvTcVejGP
+G192xguSEFsfuvkf1s7oDsM4id38yhhOVx3gjvNZbPBnxpi0L/9dhVmuSOaacY0i
+DQ==
+-----END CERTIFICATE-----";
+
+    /// A server under STARTTLS, and a listener for it. Its TLS is trusted.
+    async fn tls_server() -> (SmtpServer, TcpListener, TlsAcceptor) {
+        let certificate = CertificateDer::from_pem_slice(CERTIFICATE.as_bytes()).unwrap();
+        let key = PrivateKeyDer::from_pem_slice(KEY.as_bytes()).unwrap();
+        let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+        let mut roots = RootCertStore::empty();
+        roots.add(certificate.clone()).unwrap();
+        let client = ClientConfig::builder_with_provider(Arc::clone(&provider));
+        let client = client.with_safe_default_protocol_versions().unwrap().with_root_certificates(roots);
+        let serving = ServerConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+        let serving = serving.with_no_client_auth().with_single_cert(vec![certificate], key).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("smtp://localhost:{}", listener.local_addr().unwrap().port());
+        let tls = Tls::Required(Arc::new(client.with_no_client_auth()));
+        (SmtpServer { tls, ..SmtpServer::from_url(&url).unwrap() }, listener, TlsAcceptor::from(Arc::new(serving)))
+    }
+
+    /// Takes one connection up to STARTTLS, which it answers with this.
+    async fn before_tls(listener: &TcpListener, answer: &str) -> TcpStream {
+        let mut socket = BufReader::new(listener.accept().await.unwrap().0);
+        socket.write_all(b"220 test\r\n").await.unwrap();
+        for (command, answer) in [("EHLO", "250-test\r\n250-8BITMIME\r\n250 STARTTLS\r\n"), ("STARTTLS", answer)] {
+            let mut line = String::new();
+            socket.read_line(&mut line).await.unwrap();
+            assert!(line.starts_with(command), "{line}");
+            socket.write_all(answer.as_bytes()).await.unwrap();
+        }
+        socket.into_inner()
+    }
+
+    #[tokio::test]
+    async fn an_e_mail_goes_under_tls_after_starttls_or_from_the_start_and_else_in_plain_text() {
+        let (mut server, listener, acceptor) = tls_server().await;
+        let Tls::Required(config) = &server.tls else { unreachable!() };
+        let [offers, wrapper] = [Tls::Opportunistic(Arc::clone(config)), Tls::Wrapper(Arc::clone(config))];
+        let serving = tokio::spawn(async move {
+            let under_tls = |socket| async { BufReader::new(acceptor.accept(socket).await.unwrap()) };
+            let socket = before_tls(&listener, "220 go on\r\n").await;
+            dialogue(under_tls(socket).await, None).await;
+            answer(under_tls(listener.accept().await.unwrap().0).await, None).await;
+            // No STARTTLS is offered.
+            answer(BufReader::new(listener.accept().await.unwrap().0), None).await;
+        });
+        for tls in [server.tls.clone(), wrapper, offers] {
+            server.tls = tls;
+            server.send(&envelope(), b"Thanks.", Duration::from_secs(30)).await.unwrap();
+        }
+        serving.abort();
+    }
+
+    /// Anybody on the way can send them. Shown by: keeping what was read behind the answer (the
+    /// e-mail was sent, and the server had not seen it).
+    #[tokio::test]
+    async fn answers_that_came_before_tls_are_none_under_it() {
+        let (server, listener, acceptor) = tls_server().await;
+        let serving = tokio::spawn(async move {
+            let yes = "250 ok\r\n".repeat(3);
+            let socket = before_tls(&listener, &format!("220 go on\r\n{yes}354 go on\r\n250 ok\r\n")).await;
+            // It ends with the connection.
+            if let Ok(mut socket) = acceptor.accept(socket).await {
+                let _ = tokio::io::copy(&mut socket, &mut tokio::io::sink()).await;
+            }
+        });
+        let failure = server.send(&envelope(), b"Thanks.", Duration::from_secs(30)).await.unwrap_err();
+        assert_eq!(failure.means, Means::Away);
+        assert!(failure.error.contains("before TLS"), "{}", failure.error);
+        serving.await.unwrap();
+    }
+
+    async fn answer(
+        mut socket: impl AsyncBufRead + AsyncWrite + Unpin,
+        silent: Option<Arc<(Notify, Notify)>>,
+    ) -> Option<()> {
         socket.write_all(b"220 test\r\n").await.ok()?;
+        socket.flush().await.ok()?;
+        dialogue(socket, silent).await
+    }
+
+    /// Answers every command with yes, in Latin-1. With `silent` it leaves the first MAIL without
+    /// an answer, and every command after it.
+    async fn dialogue(
+        mut socket: impl AsyncBufRead + AsyncWrite + Unpin,
+        silent: Option<Arc<(Notify, Notify)>>,
+    ) -> Option<()> {
         let (mut line, mut is_content) = (String::new(), false);
         while socket.read_line(&mut line).await.unwrap_or(0) > 0 {
             if let Some(silent) = silent.as_ref().filter(|_| !line.starts_with("EHLO")) {
@@ -381,8 +466,9 @@ mod tests {
                 socket.write_all(b"354 go on\r\n").await.ok()?;
             } else if !is_content || line == ".\r\n" {
                 is_content = false;
-                socket.write_all(b"250 ok\r\n").await.ok()?;
+                socket.write_all(b"250 re\xe7u\r\n").await.ok()?;
             }
+            socket.flush().await.ok()?;
             line.clear();
         }
         silent.map(|silent| silent.1.notify_one())

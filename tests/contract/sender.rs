@@ -8,7 +8,7 @@ use oncebox::store::{Base, EmailOutcome, Enqueue, Mailbox, NewEmail, RowLease};
 use tokio_util::sync::CancellationToken;
 
 use super::kit::{SOON, Sql, World, sqlite};
-use super::smtp::{LOST, SILENT, message_ids, smtp, smtp_at};
+use super::smtp::{LATIN, LOST, SILENT, message_ids, smtp, smtp_at};
 use crate::support::eventually;
 
 async fn queue(world: &World<SqliteStore>, key: &str, subject: &str) -> bool {
@@ -174,6 +174,18 @@ async fn an_e_mail_that_the_server_accepted_is_sent_whatever_becomes_of_the_good
     assert_eq!(taken.lock().unwrap().len(), 2, "each went out once");
     let states = "select state || ' ' || attempts from oncebox_email order by email_id";
     assert_eq!(world.store.texts(states).await, ["sent 1", "sent 1"]);
+}
+
+/// Shown by: the stream as it is (the answer could not be read, and the e-mail was possibly sent
+/// five times).
+#[tokio::test]
+async fn an_e_mail_is_sent_whatever_bytes_the_answer_has() {
+    let world = sqlite().await;
+    let (url, taken) = smtp(&[LATIN; 5]).await;
+    queue(&world, "receipt_1", "Receipt").await;
+    send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
+    assert_eq!(taken.lock().unwrap().len(), 1);
+    assert_eq!(world.store.texts("select state || ' ' || attempts from oncebox_email").await, ["sent 1"]);
 }
 
 /// An e-mail is personal data, and its table would grow for ever. Shown by: a sender that forgets

@@ -13,6 +13,10 @@ pub(crate) const LOST: u16 = 0;
 #[allow(dead_code)]
 pub(crate) const SILENT: u16 = 1;
 
+/// The e-mail is taken with 250, and text in Latin-1.
+#[allow(dead_code)]
+pub(crate) const LATIN: u16 = 2;
+
 /// A server that speaks just enough SMTP: it answers the end of each e-mail with the last of these
 /// codes that is left, then 250; with [`LOST`] it says nothing and hangs up.
 pub(crate) async fn smtp(codes: &[u16]) -> (String, Arc<Mutex<Vec<String>>>) {
@@ -80,6 +84,10 @@ async fn talk(
                     socket.write_all(b"250 so be it\r\n").await.ok()?;
                     while socket.read_line(&mut line).await.ok()? > 0 {}
                     return None;
+                }
+                if code == LATIN {
+                    socket.write_all(b"250 re\xe7u\r\n").await.ok()?;
+                    continue;
                 }
                 format!("{code} so be it\r\n")
             }

@@ -4,13 +4,14 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use oncebox::operation::phased::{Call, Context, Effect, Intent, Prepare, Provider, Sent};
 use oncebox::operation::provider::{Answer, Strategy};
 use oncebox::operation::{Code, Stage};
-use oncebox::sqlx;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{Base, NewEvidence, Phases, Resolution, Sealed};
+use oncebox::{HandlerError, async_trait, sqlx};
 
-use crate::flow::{BUDGET, KEY, ONE, Plan, Service, code, status};
+use crate::flow::{Adapter, BUDGET, KEY, KEY_AND_QUERY, ONE, Plan, Service, code, status};
 use crate::operator::by_hand;
 use crate::scripted::{Scripted, done};
 use crate::support::eventually;
@@ -275,7 +276,79 @@ async fn what_cannot_be_sent_at_all_is_left_to_a_person_in_the_end<S: Rows>(stor
     assert_eq!((parked.as_str(), operation.stage, operation.intents[0].sends), ("cannot-be-sent", Stage::Unknown, 1));
 }
 
+/// A provider without a query: it has the one of the trait.
+#[derive(Debug, Clone)]
+struct WithoutQuery(Scripted);
+
+#[async_trait]
+impl Provider for WithoutQuery {
+    fn name(&self) -> &'static str {
+        self.0.name()
+    }
+
+    fn version(&self) -> u32 {
+        self.0.version()
+    }
+
+    fn timeout(&self) -> Duration {
+        Provider::timeout(&self.0)
+    }
+
+    async fn send(&self, call: &Call<'_>) -> Sent {
+        self.0.send(call).await
+    }
+}
+
+impl Prepare<i64> for WithoutQuery {
+    fn prepare(&self, amount: &i64, key: &str) -> Result<Vec<u8>, HandlerError> {
+        self.0.prepare(amount, key)
+    }
+}
+
+impl Adapter for WithoutQuery {
+    fn intent(effect: &Effect<Self>, context: &Context, amount: i64, _: &str) -> Result<Intent, HandlerError> {
+        effect.intend(context, &amount)
+    }
+}
+
+// O6, O9. Shown by: a query that cannot be made as one that failed (it was asked for ever, and no
+// attempt counted).
+async fn o9_an_effect_whose_query_cannot_be_made_is_left_to_a_person_in_the_end<S: Rows>(store: S) {
+    let mut plan = Plan::new(Strategy::Query);
+    plan.settings.attempts_max = 3;
+    let told = Scripted::default().answers(Answer::NoAnswer);
+    let service = Service::start(&store, &plan, WithoutQuery(told.clone())).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    let worker = service.recover();
+    let parked = service.is_parked().await;
+    worker.stop().await;
+    let operation = service.operation().await;
+    assert_eq!((parked.as_str(), operation.stage, operation.attempts), ("attempts-used-up", Stage::Unknown, 3));
+    assert_eq!(told.arrived().len(), 1);
+}
+
+// G10. Shown by: counting a query that cannot be made also before a resend (it was parked).
+async fn g10_a_provider_without_a_query_that_is_away_is_waited_for<S: Rows>(store: S) {
+    let mut plan = Plan::new(KEY_AND_QUERY);
+    plan.settings.attempts_max = 2;
+    let lost = Scripted::default().answers(Answer::NoAnswer);
+    let away = (0..40).fold(lost, |told, _| told.answers(Answer::NotConnected));
+    let service = Service::start(&store, &plan, WithoutQuery(away.answers(done()))).await;
+    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+    let worker = service.recover();
+    eventually("it is sent", SOON, || async {
+        let operation = service.operation().await;
+        assert_eq!((operation.attempts, operation.parked.as_deref()), (0, None), "a provider that is away counts none");
+        (operation.stage == Stage::Succeeded).then_some(())
+    })
+    .await;
+    worker.stop().await;
+    service.ended_once("settled").await;
+}
+
 crate::on_all! {
+    o9_an_effect_whose_query_cannot_be_made_is_left_to_a_person_in_the_end;
+    g10_a_provider_without_a_query_that_is_away_is_waited_for;
     o8_proof_that_comes_after_the_parking_un_parks;
     o8_proof_that_the_database_refuses_goes_to_an_operator_in_words;
     o9_a_pause_that_no_instant_reaches_gives_the_operation_back;

@@ -7,7 +7,7 @@ use uuid::Uuid;
 
 use crate::service::Service;
 use crate::settings;
-use crate::smtp::{LOST, message_ids, smtp};
+use crate::smtp::{LOST, message_ids, smtp, smtp_at};
 
 async fn start(transport: EmailTransport, settings: DriveSettings) -> Service {
     let emails = Emails::new(transport, "shop@example.com").unwrap();
@@ -68,6 +68,26 @@ async fn o28_credentials_that_a_server_does_not_take_refuse_no_e_mail() {
     let service = start(EmailTransport::smtp(&url).unwrap(), settings()).await;
     assert_eq!(service.outcome(Uuid::now_v7(), email(TO, "Receipt")).await, 200);
     assert_eq!(taken.lock().unwrap().len(), 3);
+}
+
+// A refusal by policy may be about us, and no later try brings the extension for such an address.
+// Shown by: counting neither (they waited for ever).
+#[tokio::test]
+async fn o28_what_fails_before_the_text_until_somebody_changes_something_ends_dead() {
+    let few = || DriveSettings { attempts_max: 2, ..settings() };
+    let (url, taken) = smtp_at("RCPT", &[554; 200]).await;
+    let service = start(EmailTransport::smtp(&url).unwrap(), few()).await;
+    service.ask(Uuid::now_v7(), email(TO, "Receipt")).await;
+    service.becomes("it is dead", |state| state == Delivery::Dead(0)).await;
+    // The server offers no SMTPUTF8.
+    let service = start(EmailTransport::smtp(&url).unwrap(), few()).await;
+    service.ask(Uuid::now_v7(), email("größe@example.com", "Receipt")).await;
+    service.becomes("it is dead", |state| state == Delivery::Dead(0)).await;
+    assert!(taken.lock().unwrap().is_empty());
+    // A 4xx counts nothing.
+    let (url, _) = smtp_at("RCPT", &[554, 451, 451, 451, 451, 451]).await;
+    let service = start(EmailTransport::smtp(&url).unwrap(), few()).await;
+    assert_eq!(service.outcome(Uuid::now_v7(), email(TO, "Receipt")).await, 200);
 }
 
 #[tokio::test]

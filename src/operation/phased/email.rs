@@ -10,9 +10,12 @@
 //!   after a later attempt it proves nothing.
 //! * A 4xx, a 5xx about us (at the greeting, the credentials or our address), and a connection that
 //!   ends before the text of the e-mail prove that this attempt did not arrive. It is not counted,
-//!   and the e-mail is tried again after a pause. A lost answer counts: from then on the state is
-//!   `possibly sent N times`. When the attempts are used up, the e-mail is dead, which an operator
-//!   sees as parked.
+//!   and the e-mail is tried again after a pause.
+//! * A 5xx to the recipient that may be about us, and an extension that the e-mail needs and the
+//!   server does not offer, do not pass by waiting: such an attempt did not arrive either, but it
+//!   counts.
+//! * A lost answer counts: from then on the state is `possibly sent N times`.
+//! * When the attempts are used up, the e-mail is dead, which an operator sees as parked.
 //! * The transport that writes files sends exactly once: a second attempt replaces the file of the
 //!   first.
 //!
@@ -145,6 +148,7 @@ impl Provider for Emails {
                 let answer = match means {
                     Means::Refused => Answer::status(422),
                     Means::Unknown => Answer::NoAnswer,
+                    Means::Barred => Answer::NotMade,
                     // Even if bytes were sent, the server did not accept the e-mail.
                     Means::NotNow | Means::Away => Answer::NotConnected,
                 };

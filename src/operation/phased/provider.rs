@@ -35,9 +35,9 @@ pub trait Provider: fmt::Debug + Send + Sync + 'static {
     async fn send(&self, call: &Call<'_>) -> Sent;
 
     /// Queries whether the effect of this call exists. A provider without a query answers
-    /// [`QueryAnswer::Failed`].
+    /// [`QueryAnswer::NotMade`].
     async fn query(&self, _call: &Call<'_>) -> Asked {
-        Asked { answer: QueryAnswer::Failed, status: None, saw: Vec::new() }
+        Asked { answer: QueryAnswer::NotMade, status: None, saw: Vec::new() }
     }
 }
 

@@ -10,8 +10,9 @@
 //!   again while the window is open. After that the webhook is dead, which an
 //!   operator sees as parked.
 //! * An endpoint that keeps failing gets no requests for a while; no attempt is counted.
-//! * Endpoints at private addresses are refused, unless their host is allowed. If a name resolves
-//!   to a private address, nothing is sent. This is no refusal, because the next resolution may
+//! * Endpoints at private addresses are refused when the webhook is accepted, unless their host is
+//!   allowed. If a name resolves to a private address, or the process that sends does not allow the
+//!   host, nothing is sent. This is no refusal, because the next resolution or another process may
 //!   differ, but it counts as an attempt.
 //! * The number of requests to one endpoint at a time, and of failing endpoints that are
 //!   remembered, is bounded.
@@ -254,9 +255,9 @@ impl Provider for Webhooks {
             Err(error) => return not_made(error.to_string()),
         };
         if let Err(error) = self.addresses.permits(&url) {
-            // 421 is this sender's own refusal, as if a wrong receiver had answered; it is no
-            // verdict on earlier sends.
-            return Sent { answer: Answer::status(421), saw: error.to_string().into_bytes() };
+            // The process that took the webhook allowed this host, and this one does not. No
+            // receiver has refused anything.
+            return not_made(format!("this process does not allow the endpoint, see `allowed_hosts`: {error}"));
         }
         match tokio::time::timeout(RESOLVING, self.addresses.resolves(&url)).await {
             Err(_) => return not_sent("the host's name was not resolved in time".to_owned()),
@@ -328,6 +329,19 @@ mod tests {
     fn a_timeout_of_any_length_can_be_asked_for() {
         let options = WebhookOptions { timeout: Duration::MAX, ..WebhookOptions::default() };
         assert_eq!(Webhooks::new(options, |_| Vec::new()).expect("TLS").timeout(), Duration::MAX);
+    }
+
+    // A deploy in which one process does not allow the host yet. Shown by: a 421 in its place,
+    // which is the refusal of a receiver and ended the webhook for good.
+    #[tokio::test]
+    async fn o28_a_host_that_only_this_process_does_not_allow_refuses_no_webhook() {
+        let allows = WebhookOptions { allowed_hosts: ["127.0.0.1".to_owned()].into(), ..WebhookOptions::default() };
+        let other = Webhooks::new(allows, |_| Vec::new()).expect("TLS");
+        let (url, content_type) = ("http://127.0.0.1:9/hook".to_owned(), "text/plain".to_owned());
+        let bytes = other.prepare(&SendWebhook { url, content_type, body: String::new() }, "op_7").expect("bytes");
+        let call = Call { key: "op_7", bytes: &bytes, version: 1, send: 2 };
+        let sent = webhooks(1).send(&call).await;
+        assert_eq!(sent.answer, Answer::NotMade, "{}", String::from_utf8_lossy(&sent.saw));
     }
 
     // Shown by: a map that only grows (tenants give URLs, such as `*.evil.example`).

@@ -163,7 +163,10 @@ impl Driver {
             status: None,
             saw: b"no answer in time".to_vec(),
         });
-        self.reached |= asked.status.is_some();
+        // A query that cannot be made will never be answered, so it counts. Before a resend it does
+        // not: the resend shows whether the provider is away.
+        let never = asks == Asks::Only && asked.answer == QueryAnswer::NotMade;
+        self.reached |= asked.status.is_some() || never;
         self.asked = asks == Asks::First;
         let verdict = match asked.answer.verdict() {
             Verdict::NotFound if asks == Asks::First => Verdict::Indefinite,

@@ -48,8 +48,11 @@ pub enum QueryAnswer {
     Pending,
     /// The effect was not found.
     NotFound,
-    /// The query itself failed.
+    /// The query itself failed, or got no answer.
     Failed,
+    /// The query could not be made, and waiting does not change that: the provider has no query, or
+    /// the request cannot be built. Where only a query can help, this counts as an attempt.
+    NotMade,
 }
 
 /// Whether the effect that a provider reports is the one that we asked for.
@@ -179,7 +182,7 @@ impl QueryAnswer {
             Self::Refused => Verdict::Failed,
             Self::Pending => Verdict::Wait(PAUSE),
             Self::NotFound => Verdict::NotFound,
-            Self::Failed => Verdict::Indefinite,
+            Self::Failed | Self::NotMade => Verdict::Indefinite,
         }
     }
 }
