@@ -19,7 +19,7 @@ use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, Basis, KeyClaim, Schema, StoreOptions};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
@@ -277,7 +277,7 @@ macro_rules! on_all {
 pub(crate) use on_all;
 
 /// The operation of the tests.
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Put {
     pub(crate) text: String,
