@@ -5,11 +5,12 @@
 use std::time::Duration;
 
 use axum::Router;
-use axum::extract::{Path, Request, State as Of};
+use axum::extract::{Json, Path, Request, State as Of};
 use axum::http::StatusCode;
-use axum::response::Response;
+use axum::middleware::{Next, from_fn};
+use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post as route_post};
-use oncebox::http::idempotency::{IdempotencyLayer, TypedOperation, respond, well_known};
+use oncebox::http::idempotency::{IdempotencyLayer, Idempotent, TypedOperation, respond, well_known};
 use oncebox::operation::phased::{First, FirstPhase, Flow, Local, LocalPhase, LocalPoint, Phase, PhasedEngine};
 use oncebox::operation::{AfterExpiry, Code, Endpoint, KeyFormat, MismatchStatus, Mode, Route, WhileRunning};
 use oncebox::store::sqlite::SqliteStore;
@@ -24,6 +25,7 @@ on_all! {
     m43_a_duplicate_is_sent_to_the_operation_where_the_route_says_so,
     m43_a_recovery_is_202_where_the_route_says_so,
     o10_release_untagged_frees_what_was_refused_and_nothing_else,
+    o10_what_is_refused_before_the_extractor_of_the_body_frees_the_key_by_release_untagged,
 }
 
 /// A phased operation that stands at the gate once its effect is committed, and its resource.
@@ -279,6 +281,61 @@ async fn o10_release_untagged_frees_what_was_refused_and_nothing_else<S: Sql>(wo
         assert_eq!(gate.calls(), if release_untagged { 10 } else { 7 });
     }
     assert_eq!(world.effects().await, 3);
+}
+
+/// Its path is read before its body is, and a middleware inside of the layer comes before both.
+async fn asks<S: Sql>(
+    Of((store, gate)): Of<(S, Gate)>,
+    _: Path<u32>,
+    Idempotent(Json(status)): Idempotent<Json<u16>>,
+) -> StatusCode {
+    gate.pass().await;
+    store.exec("insert into effect (text) values ('x')").await;
+    StatusCode::from_u16(status).unwrap()
+}
+
+// Pitfall 16: axum runs the extractor of the body last. Shown to fail: with a setting that frees
+// nothing (422 to the corrected path, the old 403 to the request that may); with a setting that
+// also frees what the handler refused after it had begun.
+async fn o10_what_is_refused_before_the_extractor_of_the_body_frees_the_key_by_release_untagged<S: Sql>(
+    world: World<S>,
+) {
+    let may = from_fn(|request: Request, next: Next| async move {
+        if request.headers().contains_key("test-forbidden") {
+            return StatusCode::FORBIDDEN.into_response();
+        }
+        next.run(request).await
+    });
+    for release_untagged in [true, false] {
+        let (world, gate) = (world.another_process(), Gate::open());
+        let layer = IdempotencyLayer::new(&world.engine, Endpoint::raw("put", Route { release_untagged, ..edge() }));
+        let handler = route_post(asks::<S>).layer(may.clone()).layer(layer.unwrap());
+        let router = Router::new().route("/put/{number}", handler).with_state((world.store.clone(), gate.clone()));
+        let url = serve(router).await + "/put";
+        let key = |name: &str| format!("{K1}-{release_untagged}-{name}");
+        let (path, forbidden) = (key("path"), key("forbidden"));
+        assert_eq!(send(post(&format!("{url}/x"), &path, "201")).await.status, 400);
+        assert_eq!(send(post(&format!("{url}/1"), &forbidden, "201").header("test-forbidden", "1")).await.status, 403);
+        assert_eq!(gate.calls(), 0);
+        let corrected = send(post(&format!("{url}/2"), &path, "201")).await;
+        let allowed = send(post(&format!("{url}/1"), &forbidden, "201")).await;
+        if release_untagged {
+            for answer in [corrected, allowed] {
+                assert_eq!((answer.status, answer.is_replayed()), (201, false), "the key is free");
+            }
+        } else {
+            corrected.is(Code::KeyReused);
+            assert_eq!((allowed.status, allowed.is_replayed()), (403, true));
+        }
+        // The handler has begun: its refusal is the outcome, whatever the route says.
+        let before = gate.calls();
+        for replayed in [false, true] {
+            let refused = send(post(&format!("{url}/1"), &key("begun"), "403")).await;
+            assert_eq!((refused.status, refused.is_replayed()), (403, replayed));
+        }
+        assert_eq!(gate.calls() - before, 1);
+    }
+    assert_eq!(world.effects().await, 4);
 }
 
 fn post_text(url: &str, key: &str, body: &str) -> reqwest::RequestBuilder {

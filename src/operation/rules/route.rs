@@ -133,9 +133,9 @@ pub struct Route {
     pub retention: Retention,
     /// How far the clock of the client that makes keys may be ahead. Default 60 s.
     pub id_skew: Duration,
-    /// Whether a status that refuses a request, such as 400, frees the key on a route whose handler
-    /// does not say by `Idempotent<E>` what its errors mean (O10). Set this only if the handler has
-    /// done nothing when it answers so. Default no.
+    /// Whether a status that refuses a request, such as 400, frees the key where no `Idempotent<E>`
+    /// was reached: the handler has none, or another extractor or a middleware inside of the layer
+    /// refused before it (O10). Set this only if nothing was done by then. Default no.
     pub release_untagged: bool,
     /// The longest request body, in bytes. Default 1 MiB.
     pub request_body_max: usize,
