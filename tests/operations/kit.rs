@@ -105,6 +105,14 @@ sql!(
     "create table effect (no bigserial primary key, text text not null)"
 );
 
+/// A time that is over, as columns of oncebox have it.
+pub(crate) fn long_ago<S: Sql>() -> &'static str {
+    match S::NAME {
+        "sqlite" => "strftime('%s', '2020-01-01') * 1000",
+        _ => "timestamp '2020-01-01 00:00:00'",
+    }
+}
+
 /// One database, and an engine of one process on it.
 #[derive(Debug, Clone)]
 pub(crate) struct World<S: OperationStore> {

@@ -160,6 +160,10 @@ impl Front {
             return self.problem(Code::StoreUnavailable);
         };
         self.note_refusal(decision, code);
+        let is_over = seen.is_some_and(|(record, now)| record.state_at(now) == State::Expired);
+        if is_over && matches!(decision, Decision::Mismatch | Decision::PrincipalMismatch) {
+            self.note(Noted::Expired("rejected"));
+        }
         let mut problem = Problem { key_state, ..Problem::new(code) };
         let route = self.endpoint.route();
         match decision {
