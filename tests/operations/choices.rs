@@ -100,8 +100,8 @@ async fn is_accepted<S: Sql>(answer: &Http, code: Code, world: &World<S>) {
     assert!((1..=40).contains(&after), "{after}");
 }
 
-// Shown by: answering from the map of the process, which knows no operation (409). Shown to fail:
-// with the location of another id (404).
+// Shown to fail: with an operation that stays in the map of the process, which knows no id (409);
+// with the location of another id.
 async fn m43_a_duplicate_is_sent_to_the_operation_where_the_route_says_so<S: Sql>(world: World<S>) {
     let gate = Gate::closed();
     let route = phases(WhileRunning::Accepted, Some("/operations/"));
