@@ -60,6 +60,8 @@ fn paths() -> Value {
     };
     let pays = with(json!({"402": problem("Insufficient funds.")}));
     let charges = with(json!({
+        // Also the service's own answer for an order that is being charged under another key, which
+        // is no problem.
         "202": {"description": "It goes on: see Location.", "content": {}},
         "402": problem("The provider declined."),
     }));

@@ -223,6 +223,12 @@ impl Registered {
         self.0.endpoint.place.as_ref().map(|(method, path)| (method.as_str(), path.as_str()))
     }
 
+    /// Whether a client can ask for an operation at its location while it is not finished, so that
+    /// 202 may be answered: only a phased operation is stored as one.
+    pub(crate) fn can_be_asked_for(&self) -> bool {
+        self.route().mode == Mode::Phased && self.route().operation_path.is_some()
+    }
+
     pub(crate) fn location_of(&self, operation_id: Uuid) -> Option<String> {
         self.0.endpoint.route.operation_path.as_ref().map(|prefix| format!("{prefix}{operation_id}"))
     }

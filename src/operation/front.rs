@@ -303,15 +303,7 @@ impl Front {
         }
         if let Some(run) = run.filter(|run| !run.ended.is_cancelled()) {
             let found = KeyFound::Running { principal: &run.principal, fingerprint: &run.fingerprint };
-            let decision = self.decide(found);
-            match self.operation_of(decision, &identity).await {
-                Some((record, now)) => {
-                    return (Decision::InProgress(WhileRunning::Accepted), Seen::Record(record, now));
-                }
-                None if !run.ended.is_cancelled() => return (decision, Seen::Run(run)),
-                // The run has ended meanwhile: the store has its outcome.
-                None => {}
-            }
+            return (self.decide(found), Seen::Run(run));
         }
         let refused = self.stage == Stage::Refused;
         self.stage = Stage::Look;
@@ -342,27 +334,6 @@ impl Front {
                 (self.decide(KeyFound::Nothing(Some(bounds))), Seen::Nobody)
             }
         }
-    }
-
-    /// The record of a run in this process, where the route sends duplicates to their operation:
-    /// only the record has the operation's id, and only after the claim is committed. `None`: there
-    /// is no such record, or it was not read in time; the decision from the map stays.
-    async fn operation_of(&self, decision: Decision, identity: &Identity) -> Option<(Box<Record>, DbTime)> {
-        let accepts = self.endpoint.route().while_running == WhileRunning::Accepted;
-        if !accepts || decision != Decision::InProgress(WhileRunning::Conflict) {
-            return None;
-        }
-        let look = match tokio::time::timeout(LOOK_EVERY_MAX, self.find(identity)).await.ok()? {
-            Ok(look) => look,
-            Err(error) => {
-                tracing::debug!(operation = %self.endpoint.operation(), %error, "the record of a run of this process could not be read");
-                self.note(Noted::StoreError("find"));
-                return None;
-            }
-        };
-        let record = look.record?;
-        let accepted = self.decide(KeyFound::Record(&record, look.now)) == Decision::InProgress(WhileRunning::Accepted);
-        accepted.then(|| (Box::new(record), look.now))
     }
 
     /// Changes a decision to execute into a refusal if the tenant is at a limit: operations without

@@ -1,9 +1,15 @@
 //! The edges of a request: keys, content types, bodies (O24, HTTP sections 6 and 11).
 
+use std::time::Duration;
+
+use axum::Router;
+use axum::extract::{OriginalUri, Request};
+use axum::routing::post as route_post;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 
-use oncebox::operation::{Code, Endpoint, EngineOptions, KeyFormat, Route};
+use oncebox::http::idempotency::TypedOperation;
+use oncebox::operation::{Code, Endpoint, EngineOptions, KeyFormat, Mode, Outcome, Route};
 use oncebox::store::sqlite::SqliteStore;
 
 use super::crowd::door;
@@ -285,7 +291,75 @@ async fn m12_a_request_without_a_key_is_refused_at_every_door_and_runs_nothing<S
     assert_eq!((gate.calls(), world.effects().await, records), (0, 0, 0));
 }
 
-on_all!(m12_a_request_without_a_key_is_refused_at_every_door_and_runs_nothing);
+on_all!(
+    m12_a_request_without_a_key_is_refused_at_every_door_and_runs_nothing,
+    m23_the_path_parameters_and_the_query_of_a_typed_operation_belong_to_its_command,
+);
+
+/// A typed operation whose handler acts on what its URL names, at more than one place.
+fn accounts<S: Sql>(world: &World<S>) -> Router {
+    let door = TypedOperation::<S, Put>::new(&world.engine, typed()).unwrap();
+    let close = move |OriginalUri(uri): OriginalUri, request: Request| {
+        let (door, uri) = (door.clone(), uri.to_string());
+        async move {
+            door.serve(request, move |_, mut tx| {
+                let uri = uri.clone();
+                Box::pin(async move {
+                    S::run(tx.connection(), &format!("insert into effect (text) values ('{uri}')")).await?;
+                    Ok(Outcome::Completed(made("closed", tx.operation_id())))
+                })
+            })
+            .await
+        }
+    };
+    let nested = Router::new().route("/close", route_post(close.clone()));
+    Router::new()
+        .route("/accounts/{id}/close", route_post(close.clone()))
+        .route("/close", route_post(close))
+        .nest("/v2", nested)
+}
+
+// Pitfall 24: the same key and body for another resource. Shown to fail: with the command alone
+// written (the second resource gets the answer of the first one and is never closed); with the
+// path parameters alone, and with the query alone; with parts that are no UTF-8 left out or
+// replaced; with the whole path written (422 at the other mount).
+async fn m23_the_path_parameters_and_the_query_of_a_typed_operation_belong_to_its_command<S: Sql>(world: World<S>) {
+    let url = serve(accounts(&world)).await;
+    let close = async |number: usize, target: &str| {
+        send(post(&format!("{url}{target}"), &format!("{K1}-{number}"), BODY)).await
+    };
+    let closed =
+        async |target: &str| world.store.number(&format!("select count(*) from effect where text = '{target}'")).await;
+    let others = [
+        ("/accounts/a/close", "/accounts/b/close"),
+        ("/accounts/a/close?by=x", "/accounts/a/close?by=y"),
+        ("/close?by=x", "/close"),
+        ("/close", "/close?by=z"),
+        ("/accounts/%FF/close", "/accounts/%FE/close"),
+        ("/close?by=%FF", "/close?by=%FE"),
+    ];
+    for (number, (target, other)) in others.into_iter().enumerate() {
+        let one = close(number, target).await;
+        assert_eq!((one.status, one.is_replayed()), (201, false), "{target}");
+        let before = closed(other).await;
+        close(number, other).await.is(Code::KeyReused);
+        assert_eq!(closed(other).await, before, "{other}");
+        let again = close(number, target).await;
+        assert_eq!((again.status, again.is_replayed(), again.body), (201, true, one.body), "{target}");
+    }
+    assert_eq!(world.effects().await, 6);
+    // One command in other words, and at another mount.
+    for (number, target, same) in
+        [(7, "/close?a=1&b=2", "/close?b=2&a=%31"), (8, "/close", "/v2/close"), (9, "/v2/close?a=1", "/close?a=1")]
+    {
+        assert!(!close(number, target).await.is_replayed(), "{target}");
+        assert!(close(number, same).await.is_replayed(), "{same}");
+    }
+    let endpoint = world.another_process().protect(same_tx());
+    let alone = claim(&endpoint, K1, Mode::Transactional, Duration::from_secs(1)).fingerprint;
+    let stored = world.record("t1", &format!("{K1}-8")).await.unwrap().fingerprint;
+    assert_eq!(stored, alone, "without both, the fingerprint is the command's");
+}
 
 // Shown by: leaving the name out; showing what serde says of values.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -19,7 +19,7 @@ use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, Basis, KeyClaim, Schema, StoreOptions};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
@@ -104,6 +104,14 @@ sql!(
     "BEGIN",
     "create table effect (no bigserial primary key, text text not null)"
 );
+
+/// A time that is over, as columns of oncebox have it.
+pub(crate) fn long_ago<S: Sql>() -> &'static str {
+    match S::NAME {
+        "sqlite" => "strftime('%s', '2020-01-01') * 1000",
+        _ => "timestamp '2020-01-01 00:00:00'",
+    }
+}
 
 /// One database, and an engine of one process on it.
 #[derive(Debug, Clone)]
@@ -277,7 +285,7 @@ macro_rules! on_all {
 pub(crate) use on_all;
 
 /// The operation of the tests.
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Put {
     pub(crate) text: String,

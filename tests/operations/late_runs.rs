@@ -44,10 +44,7 @@ async fn stands_still_told<S: Sql>(world: &World<S>, told: &'static str) -> (Gat
     let url = layered(world, Endpoint::raw("put", edge()), &gate).await + "/put";
     let asked = tokio::spawn(async move { send(post(&url, K1, told)).await });
     gate.begun().await;
-    let long_ago = match S::NAME {
-        "sqlite" => "strftime('%s', '2020-01-01') * 1000",
-        _ => "timestamp '2020-01-01 00:00:00'",
-    };
+    let long_ago = long_ago::<S>();
     world.store.exec(&format!("update {}idempotency_request set lease_until = {long_ago}", S::PREFIX)).await;
     (gate, asked)
 }

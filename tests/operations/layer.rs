@@ -285,7 +285,7 @@ async fn o10_the_engines_timeout_answers_409_and_does_not_end_the_handler<S: Sql
 const POST_PUT: &str = "1:sha256:c5064f61b7cc54c0597fc1ca96b4a9c8a55a433c395a27b9ceeda1c5edb92668";
 
 /// A claim for `POST /put` of a process that died after it, whatever its handler did.
-pub(crate) async fn left_behind<S: Sql>(world: &World<S>, mode: Mode) {
+async fn left_behind<S: Sql>(world: &World<S>, mode: Mode) {
     let endpoint = world.another_process().protect(Route::new(mode));
     let claim = claim(&endpoint, K1, mode, Duration::from_millis(1));
     world.is_left_behind(&KeyClaim { fingerprint: POST_PUT.parse().unwrap(), ..claim }).await;

@@ -72,6 +72,7 @@ const CLAIMS: &str = "oncebox_idempotency_claim_count";
 const REJECTED: &str = "oncebox_idempotency_rejected_count";
 const STORE_ERRORS: &str = "oncebox_idempotency_store_error_count";
 const CONFLICTS: &str = "oncebox_idempotency_conflict_different_request_count";
+const EXPIRED: &str = "oncebox_idempotency_expired_retry_count";
 const LOST: &str = "oncebox_idempotency_heartbeat_lost_count";
 const LOCKED: &str = "oncebox_idempotency_lock_timeout_count";
 const PURGED: &str = "oncebox_idempotency_purged_count";
@@ -183,7 +184,8 @@ async fn m104_what_the_layer_refuses_by_itself_is_counted() {
 
 // The first answer is a failure that is remembered: nobody else's request gets it. Shown to fail:
 // with the fingerprint of a record that is FAILED_REPLAYABLE taken for equal (402 to another
-// command); without the warning; without the count.
+// command); without the warning; without the count; with one count of the two where the time of
+// the key is over too.
 async fn m28_another_command_under_a_key_is_said_aloud_and_never_gets_the_failure_that_is_kept<S: Sql>(
     world: World<S>,
     heard: Heard,
@@ -212,6 +214,13 @@ async fn m28_another_command_under_a_key_is_said_aloud_and_never_gets_the_failur
     assert_eq!(world.record("t1", K1).await, record, "the record stands as it was");
     let again = send(post(&url, K1, refusal)).await;
     assert_eq!((again.status, again.is_replayed(), &again.body, gate.calls()), (402, true, &one.body, 1));
+    assert_eq!(of_put(&heard, EXPIRED), 0.0);
+    let over = format!("outcome_at = {0}, expires_at = {0}", long_ago::<S>());
+    world.store.exec(&format!("update {}idempotency_request set {over}", S::PREFIX)).await;
+    send(post(&url, K1, "{}")).await.is(Code::KeyReused);
+    assert_eq!((of_put(&heard, CONFLICTS), of_put(&heard, EXPIRED)), (3.0, 1.0));
+    send(post(&url, K1, refusal).header("test-scope", "t1:p2")).await.is(Code::KeyReused);
+    assert_eq!((of_put(&heard, CONFLICTS), of_put(&heard, EXPIRED)), (3.0, 2.0));
 }
 
 // Shown by: not counting a store that does not answer.

@@ -16,6 +16,11 @@ use crate::store::base::Base;
 /// Wraps the extractor of the body: `Idempotent<Json<NewNote>>`. If `E` refuses the request, the
 /// operation has not started, so its 400 or 422 frees the key. After that the same status is an
 /// outcome (O10).
+///
+/// What refuses earlier is not seen: another extractor (`Path`, `Query`, `TypedHeader`), which axum
+/// runs before that of the body, or a middleware inside of the layer. Its refusal is kept as the
+/// outcome of the key unless the route sets
+/// [`Route::release_untagged`](crate::operation::Route::release_untagged).
 #[derive(Debug, Clone, Copy)]
 pub struct Idempotent<E>(pub E);
 

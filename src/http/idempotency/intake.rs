@@ -1,5 +1,5 @@
-//! Reads from a request: the key header, the scope that authentication set, and the body within its
-//! limits.
+//! Reads from a request: the key header, the scope that authentication set, what its target says,
+//! and the body within its limits.
 //!
 //! Promises: a body that is too long is refused before reading if its length is given, else at the
 //! limit. Memory is counted as bytes arrive, for the tenant and in total (O29). A body that is too
@@ -9,13 +9,15 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 use axum::body::Body;
+use axum::extract::rejection::RawPathParamsRejection;
+use axum::extract::{FromRequestParts, RawPathParams};
 use axum::http::request::Parts;
 use axum::http::{HeaderMap, header};
 use axum::response::Response;
 use http_body_util::BodyExt;
 
 use super::respond::problem_response;
-use crate::operation::rules::raw::essence;
+use crate::operation::rules::raw::{Target, essence};
 use crate::operation::rules::{Code, Key, KeyFormat, Scope};
 use crate::operation::{Asking, BodyPermit, Core, Front, KeyGiven, NoCommand, Problem, Registered};
 
@@ -35,6 +37,28 @@ pub(super) fn key_in(headers: &HeaderMap, format: KeyFormat) -> KeyGiven {
 
 pub(super) fn scope_in(parts: &Parts) -> Option<Scope> {
     parts.extensions.get::<IdempotencyScope>().map(|scope| scope.0.clone())
+}
+
+/// The path parameters and the query of a request, as its handler sees them (M23).
+pub(super) async fn target_in(parts: &mut Parts) -> Target {
+    let mut path = Vec::new();
+    match RawPathParams::from_request_parts(parts, &()).await {
+        Ok(params) => path.extend(params.iter().map(|(name, value)| (name.to_owned(), value.to_owned()))),
+        // A handler may read the bytes of a path that are no UTF-8.
+        Err(RawPathParamsRejection::InvalidUtf8InPathParam(_)) => {
+            path.push(("@path".to_owned(), parts.uri.path().to_owned()));
+        }
+        Err(_) => {}
+    }
+    let raw = parts.uri.query().unwrap_or("");
+    let query = url::form_urlencoded::parse(raw.as_bytes());
+    let query: Vec<_> = query.map(|(name, value)| (name.into_owned(), value.into_owned())).collect();
+    // Bytes that are no UTF-8 were replaced, so two queries that differ may read the same.
+    let is_replaced = |text: &str| text.contains(char::REPLACEMENT_CHARACTER);
+    if query.iter().any(|(name, value)| is_replaced(name) || is_replaced(value)) {
+        path.push(("@query".to_owned(), raw.to_owned()));
+    }
+    Target::new(path, query)
 }
 
 /// The front of a request whose body was not read, for what is decided before it is read.

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use axum::body::Body;
-use axum::extract::{FromRequestParts, OriginalUri, RawPathParams, Request};
+use axum::extract::{OriginalUri, Request};
 use axum::http::request::Parts;
 use axum::http::{Method, header};
 use axum::response::Response;
@@ -18,7 +18,9 @@ use futures_util::future::BoxFuture;
 use tower_layer::Layer;
 use tower_service::Service;
 
-use super::intake::{content_type, invalid, key_in, multipart_refused, read_body, refused, scope_in, unread};
+use super::intake::{
+    content_type, invalid, key_in, multipart_refused, read_body, refused, scope_in, target_in, unread,
+};
 use super::outcome::ended;
 use super::respond::respond;
 use crate::error::Invalid;
@@ -152,22 +154,12 @@ where
 /// and in a fallback it may give other parameters. So after a mount or an ingress prefix has
 /// changed, a retry is another command: it gets 422, and nothing runs.
 async fn command(endpoint: &Registered, parts: &mut Parts, body: &[u8]) -> Result<RawCommand, Invalid> {
-    let mut path = vec![("@method".to_owned(), parts.method.as_str().to_owned())];
     // Nested routers strip prefixes of `uri` (pitfall 24).
     let uri = parts.extensions.get::<OriginalUri>().map_or(&parts.uri, |original| &original.0);
-    path.push(("@path".to_owned(), uri.path().to_owned()));
-    if let Ok(params) = RawPathParams::from_request_parts(parts, &()).await {
-        path.extend(params.iter().map(|(name, value)| (name.to_owned(), value.to_owned())));
-    }
-    let raw = parts.uri.query().unwrap_or("");
-    let query = url::form_urlencoded::parse(raw.as_bytes());
-    let query: Vec<_> = query.map(|(name, value)| (name.into_owned(), value.into_owned())).collect();
-    // Bytes that are no UTF-8 were replaced, so two queries that differ may read the same.
-    let is_replaced = |text: &str| text.contains(char::REPLACEMENT_CHARACTER);
-    if query.iter().any(|(name, value)| is_replaced(name) || is_replaced(value)) {
-        path.push(("@query".to_owned(), raw.to_owned()));
-    }
-    let mut command = RawCommand::new(path, query).body(&content_type(&parts.headers), body)?;
+    let place = [("@method", parts.method.as_str()), ("@path", uri.path())];
+    let place = place.map(|(name, value)| (name.to_owned(), value.to_owned()));
+    let target = target_in(parts).await.under(place);
+    let mut command = RawCommand::new(target).body(&content_type(&parts.headers), body)?;
     for (name, since) in endpoint.counted_headers() {
         for value in parts.headers.get_all(name) {
             command = command.header(since, name, value.as_bytes());

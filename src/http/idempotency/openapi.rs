@@ -13,7 +13,7 @@ use utoipa::openapi::{RefOr, Response};
 use super::discovery::iso_8601;
 use crate::operation::Registered;
 use crate::operation::rules::KeyFormat;
-use crate::operation::rules::route::{Requirement, WhileRunning};
+use crate::operation::rules::route::Requirement;
 
 /// Adds the key's header parameter, the header of replays, the problem responses of the engine, and
 /// the extension `x-idempotency`. A response that has a description keeps it.
@@ -47,7 +47,7 @@ pub fn describe(endpoint: &Registered, operation: &mut Operation) -> Result<(), 
         (mismatch, "The key was used with a different request."),
         ("503".to_owned(), "Nothing was done, or the outcome is found by the same request again."),
     ];
-    if route.while_running == WhileRunning::Accepted {
+    if endpoint.can_be_asked_for() {
         problems.push(("202".to_owned(), "The operation goes on: see Location."));
     }
     // A route may use the status of another problem for a mismatch; then one description names

@@ -47,12 +47,12 @@ use axum::response::Response;
 use futures_util::future::BoxFuture;
 use serde::de::DeserializeOwned;
 
-use super::intake::{content_type, invalid, key_in, read_body, refused, scope_in, unread};
+use super::intake::{content_type, invalid, key_in, read_body, refused, scope_in, target_in, unread};
 use super::objects::read_json;
 use super::respond::respond;
 use crate::error::{HandlerError, Invalid};
 use crate::operation::port::{Keys, Operations};
-use crate::operation::rules::raw::{essence, is_json};
+use crate::operation::rules::raw::{Target, essence, is_json};
 use crate::operation::rules::{Canonical, Code, FingerprintWriter, IdempotentCommand, Mode, Outcome, Scope};
 use crate::operation::{BodyPermit, EffectTx, Endpoint, Engine, KeyGiven, Problem, Registered, Reply};
 use crate::store::base::Base;
@@ -91,11 +91,15 @@ pub struct Taken<C> {
     pub key: KeyGiven,
     /// The memory permit of the body: keep it as long as the command.
     pub permit: BodyPermit,
+    target: Target,
 }
 
+/// The command of [`TypedOperation::serve`]: a handler may be a closure that has read the path and
+/// the query, so both count beside what the body says (M23).
 impl<C: Canonical> Canonical for Taken<C> {
     fn write_canonical(&self, version: u32, writer: &mut FingerprintWriter) {
         self.scoped.command.write_canonical(version, writer);
+        self.target.write_beside(writer);
     }
 }
 
@@ -138,11 +142,16 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
     /// Reads key, scope, body and command from a request. A request that is refused here makes no
     /// record.
     ///
+    /// The path parameters and the query are part of the fingerprint where the whole [`Taken`] is
+    /// the command, as in [`Self::serve`]. A phased operation runs `taken.scoped.command` alone,
+    /// and its phases see nothing else: write what they need of the path into the command, and
+    /// into its fingerprint.
+    ///
     /// # Errors
     /// The response to give to the client.
     pub async fn read(&self, request: Request) -> Result<Taken<C>, Box<Response>> {
         let refuse = |problem: &Problem| Box::new(refused(&self.endpoint, problem));
-        let (parts, body) = request.into_parts();
+        let (mut parts, body) = request.into_parts();
         let key = key_in(&parts.headers, self.endpoint.route().key_format);
         let scope = scope_in(&parts);
         if let Some(answered) = unread(&self.engine, &self.endpoint, scope.clone(), key.clone()).early() {
@@ -156,12 +165,15 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
         let (body, permit) = intake.map_err(|problem| refuse(&problem))?;
         let command: C = read_json(&body).map_err(|error| refuse(&invalid(what_is_wrong(&error))))?;
         command.check().map_err(|wrong| refuse(&invalid(wrong)))?;
-        Ok(Taken { scoped: Scoped { scope, command }, key, permit })
+        Ok(Taken { scoped: Scoped { scope, command }, key, permit, target: target_in(&mut parts).await })
     }
 }
 
 impl<S: Operations + Base, C: JsonCommand> TypedOperation<S, C> {
     /// Serves a request of a transactional operation; see [`Engine::execute_transactional`].
+    ///
+    /// The path parameters and the query belong to the command: the same key and body for another
+    /// resource get 422. The rest of the path does not, so an operation may be mounted twice.
     pub async fn serve<F>(&self, request: Request, handler: F) -> Response
     where
         F: for<'t> Fn(&'t Scoped<C>, EffectTx<'t, S>) -> BoxFuture<'t, Result<Outcome<Reply>, HandlerError>>

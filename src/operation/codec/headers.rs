@@ -34,7 +34,7 @@ const NEVER: [&str; 16] = [
     "traceparent",
 ];
 
-const NEVER_PREFIX: [&str; 5] = ["proxy-", "ratelimit-", "x-ratelimit-", "access-control-", "idempotent-"];
+const NEVER_PREFIX: [&str; 5] = ["proxy-", "ratelimit", "x-ratelimit", "access-control-", "idempotent-"];
 
 pub(in crate::operation) fn is_never(name: &str) -> bool {
     NEVER.contains(&name) || NEVER_PREFIX.iter().any(|prefix| name.starts_with(prefix))
@@ -87,9 +87,11 @@ mod tests {
         assert_eq!(kept[1].1, b"\xff</b>");
     }
 
+    // Shown to fail: with the prefix `ratelimit-`, which is not that of `RateLimit` itself.
     #[test]
     fn m67_what_belongs_to_one_caller_is_never_kept() {
-        for name in ["set-cookie", "www-authenticate", "proxy-authenticate", "date", "access-control-allow-origin"] {
+        let callers = ["set-cookie", "www-authenticate", "proxy-authenticate", "date", "access-control-allow-origin"];
+        for name in callers.into_iter().chain(["ratelimit", "ratelimit-policy", "x-ratelimit-remaining"]) {
             assert!(is_never(name), "{name}");
             assert!(kept(&[header(name, b"1")], &[name.to_owned()]).is_empty());
         }

@@ -11,7 +11,7 @@ use crate::operation::reply::{Answered, Problem, Reply};
 use crate::operation::rules::pace::{retry_after, while_running};
 use crate::operation::rules::record::Resource;
 use crate::operation::rules::route::WhileRunning;
-use crate::operation::rules::{Code, Decision, Mode, Record, State};
+use crate::operation::rules::{Code, Decision, Record, State};
 use crate::time::db_time::DbTime;
 
 /// `Retry-After` for a tenant that has too many bytes stored: space becomes free only as answers
@@ -25,15 +25,12 @@ impl Front {
 
     /// The answer to a request whose operation is not finished yet, `IDEMPOTENCY_RECOVERY_PENDING`.
     /// It has the location of the operation if the endpoint has an `operation_path`. Its status is
-    /// 202 if the route says `while_running = Accepted`, or if the operation is phased and has a
-    /// location; otherwise 409.
+    /// 202 if a client can ask for the operation there, otherwise 409.
     pub(crate) fn pending(&self, operation_id: Uuid) -> Answered {
         let mut problem = Problem::new(Code::RecoveryPending);
         problem.operation_id = Some(operation_id);
         problem.location = self.endpoint.location_of(operation_id);
-        let route = self.endpoint.route();
-        let can_be_asked = route.mode == Mode::Phased && problem.location.is_some();
-        if can_be_asked || route.while_running == WhileRunning::Accepted {
+        if self.endpoint.can_be_asked_for() {
             problem.status = 202;
         }
         Answered::Problem(problem)
@@ -163,6 +160,10 @@ impl Front {
             return self.problem(Code::StoreUnavailable);
         };
         self.note_refusal(decision, code);
+        let is_over = seen.is_some_and(|(record, now)| record.state_at(now) == State::Expired);
+        if is_over && matches!(decision, Decision::Mismatch | Decision::PrincipalMismatch) {
+            self.note(Noted::Expired("rejected"));
+        }
         let mut problem = Problem { key_state, ..Problem::new(code) };
         let route = self.endpoint.route();
         match decision {

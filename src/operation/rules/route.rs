@@ -32,8 +32,8 @@ pub enum Requirement {
 pub enum WhileRunning {
     /// The duplicate gets 409 with `Retry-After` at once.
     Conflict,
-    /// 202 with the `Location` of the operation. Not for a transactional operation: other
-    /// connections cannot see its record before it commits.
+    /// 202 with the `Location` of the operation. For a phased operation only: a run of another mode
+    /// has no operation that a client could ask for.
     Accepted,
     /// The duplicate waits up to [`Route::wait_max`] for the answer, and gets 409 after that.
     Wait,
@@ -133,9 +133,9 @@ pub struct Route {
     pub retention: Retention,
     /// How far the clock of the client that makes keys may be ahead. Default 60 s.
     pub id_skew: Duration,
-    /// Whether a status that refuses a request, such as 400, frees the key on a route whose handler
-    /// does not say by `Idempotent<E>` what its errors mean (O10). Set this only if the handler has
-    /// done nothing when it answers so. Default no.
+    /// Whether a status that refuses a request, such as 400, frees the key where no `Idempotent<E>`
+    /// was reached: the handler has none, or another extractor or a middleware inside of the layer
+    /// refused before it (O10). Set this only if nothing was done by then. Default no.
     pub release_untagged: bool,
     /// The longest request body, in bytes. Default 1 MiB.
     pub request_body_max: usize,
@@ -222,8 +222,8 @@ impl Route {
     pub(crate) fn validate(&self, store: Durability) -> Result<(), Invalid> {
         let checks = [
             (
-                self.mode == Mode::Transactional && self.while_running == WhileRunning::Accepted,
-                "`while_running = accepted` needs an operation that others can see: not in `Mode::Transactional`",
+                self.while_running == WhileRunning::Accepted && self.mode != Mode::Phased,
+                "`while_running = accepted` is for mode phased only: a run of another mode has no operation to ask for",
             ),
             (
                 self.after_expiry == AfterExpiry::Reject && self.key_format != KeyFormat::UuidV7,
@@ -304,10 +304,12 @@ mod tests {
     // Shown by: taking out each of the checks but the last, in turn.
     #[test]
     fn o11_o19_o23_o29_choices_that_break_the_promise_are_refused_by_name() {
-        let (same_tx, edge, phased) =
-            (Route::new(Mode::Transactional), Route::new(Mode::Edge), Route::new(Mode::Phased));
-        let accepted = Route { while_running: WhileRunning::Accepted, ..same_tx };
-        assert!(refused(&accepted).starts_with("`while_running = accepted`"));
+        let (edge, phased) = (Route::new(Mode::Edge), Route::new(Mode::Phased));
+        let accepted = |mode| Route { while_running: WhileRunning::Accepted, ..Route::new(mode) };
+        for mode in [Mode::Transactional, Mode::Bridged, Mode::Edge] {
+            assert!(refused(&accepted(mode)).starts_with("`while_running = accepted`"), "{mode}");
+        }
+        assert_eq!(accepted(Mode::Phased).validate(Durability::Durable), Ok(()));
         for key_format in [KeyFormat::Opaque, KeyFormat::Uuid] {
             assert!(refused(&Route { key_format, ..phased.clone() }).starts_with("`after_expiry = reject`"));
         }

@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 
 use crate::operation::rules::fingerprint::Comparison;
 use crate::operation::rules::json::{DEPTH_MAX, DUPLICATE_MEMBER, LONE_SURROGATE};
-use crate::operation::rules::raw::RawCommand;
+use crate::operation::rules::raw::{RawCommand, Target};
 use crate::operation::rules::{Canonical, Decimal, Fingerprint, FingerprintWriter, Fingerprinter, Keyring};
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -115,7 +115,7 @@ impl Scribe {
 }
 
 fn read(body: &str) -> Result<RawCommand, String> {
-    let command = RawCommand::new(Vec::new(), Vec::new()).body("application/json", body.as_bytes());
+    let command = RawCommand::new(Target::new(Vec::new(), Vec::new())).body("application/json", body.as_bytes());
     command.map_err(|why| why.to_string())
 }
 
@@ -228,7 +228,7 @@ proptest! {
         let (close, core) = if open == "[" { ("]", "") } else { ("}", "0") };
         let nested = read(&format!("{}{core}{}", open.repeat(depth), close.repeat(depth)));
         prop_assert_eq!(nested.is_ok(), depth <= DEPTH_MAX);
-        let _ = RawCommand::new(Vec::new(), Vec::new()).body("application/json", &bytes);
+        let _ = RawCommand::new(Target::new(Vec::new(), Vec::new())).body("application/json", &bytes);
     }
 
     /// Shown by: keeping zeros behind the point.
