@@ -18,10 +18,13 @@
 //! another process has the turn, a thread waits. After `patience` it ends with an error that names
 //! the last process known to have had the turn.
 //!
+//! Beside it: which file a path names (`file_id`), and whether SQLite may write it (`read_only`).
+//!
 //! Not here: the work in a turn. A process frozen inside its turn keeps it until it ends (R28).
 
 mod file_id;
 mod next;
+mod read_only;
 mod stamp;
 
 use std::fs::{File, TryLockError};
@@ -34,6 +37,7 @@ use tokio::sync::{Mutex, OwnedMutexGuard, oneshot};
 
 pub(crate) use self::file_id::FileId;
 use self::next::{Queue, STEP_ASIDE};
+pub(crate) use self::read_only::is_read_only;
 use self::stamp::Stamp;
 
 use crate::task;

@@ -6,13 +6,15 @@
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use oncebox::BrokerError;
 use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
 use oncebox::broker::{Broker, Event, PartitionId, Subscriber, Subscription};
 use oncebox::message::{Arrived, OutgoingMessage};
@@ -31,7 +33,22 @@ struct Other {
 
 impl Other {
     fn start(directory: &Path, act: &[&str]) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        Self::run(Command::new(std::env::current_exe().unwrap()), directory, act)
+    }
+
+    /// As `start`, in a process that obeys the modes of files, also where this one is root's.
+    fn start_without_rights(directory: &Path, act: &[&str]) -> Self {
+        let program = std::env::current_exe().unwrap();
+        if std::fs::metadata("/proc/self").unwrap().uid() != 0 {
+            return Self::run(Command::new(program), directory, act);
+        }
+        let mut command = Command::new("setpriv");
+        command.arg("--bounding-set=-dac_override,-dac_read_search").arg(program);
+        Self::run(command, directory, act)
+    }
+
+    fn run(mut command: Command, directory: &Path, act: &[&str]) -> Self {
+        let mut child = command
             .args(["--exact", "the_other_process", "--nocapture", "--test-threads=1"])
             .env("ONCEBOX_TEST_DIRECTORY", directory)
             .env("ONCEBOX_TEST_ACT", act.join(" "))
@@ -125,8 +142,23 @@ async fn the_other_process() {
         ["publish", name, from, to] => publish(&broker, name, from.parse().unwrap(), to.parse().unwrap()).await,
         ["consume"] => consume(&broker, &directory).await,
         ["hold"] => hold(&broker, &directory).await,
+        ["read-only"] => read_only(&broker, &directory).await,
         _ => panic!("unknown act {act:?}"),
     }
+}
+
+/// Opens a session while the files can only be read, and another one when they can be written.
+async fn read_only(broker: &EmbeddedBroker, directory: &Path) {
+    let files = || ["", "-wal", "-shm"].map(|end| directory.join(format!("broker.db{end}")));
+    let set_mode =
+        |mode| files().iter().for_each(|file| std::fs::set_permissions(file, Permissions::from_mode(mode)).unwrap());
+    set_mode(0o444);
+    assert!(files().iter().all(|file| File::options().write(true).open(file).is_err()), "this process obeys no mode");
+    let refused = broker.publisher().await.map(drop).unwrap_err();
+    let is_away = matches!(&refused, BrokerError::Unavailable(why) if why.contains("can only be read"));
+    assert!(is_away, "{refused}");
+    set_mode(0o644);
+    publish(broker, "later", 0, 3).await;
 }
 
 /// Publishes numbered rows of the publisher's own keys, and says how many from the first on are
@@ -314,6 +346,19 @@ async fn processes_that_are_killed_lose_nothing_and_keep_the_order_of_every_key(
 
 /// A process is frozen beyond its session, another one takes over; woken, it acknowledges and
 /// changes nothing (G9).
+/// SQLite opens a file for reading that it may not write, and such a connection never writes. Shown
+/// to fail: with a session on that connection, which is blocked for ever.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_file_that_was_read_only_when_a_session_began_is_written_by_the_next() {
+    let directory = tempfile::tempdir().unwrap();
+    let broker = EmbeddedBroker::open(config(directory.path())).await.unwrap();
+    broker.declare(&["t".to_owned()]).await.unwrap();
+    // Its connection keeps `-wal` and `-shm` there.
+    let _publisher = broker.publisher().await.unwrap();
+    Other::start_without_rights(directory.path(), &["read-only"]).ends();
+    assert_eq!(broker.read_all("t").await.unwrap().len(), 3);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn g9_a_process_that_was_frozen_and_taken_over_changes_nothing_when_it_wakes() {
     let directory = tempfile::tempdir().unwrap();

@@ -266,7 +266,7 @@ async fn relay<S: Books>(store: S, broker: String, stop: CancellationToken) {
     let mut settings = Settings::default();
     settings.broker.url = Secret(broker);
     settings.broker.kafka.create_topics = true;
-    let broker = match open_broker(&settings).await {
+    let broker = match open_broker(&settings, None).await {
         Ok(broker) => broker,
         Err(error) => return tracing::error!(%error, "no broker"),
     };

@@ -115,7 +115,15 @@ pub async fn open_store_with<S: Store>(
     let (stop, health) = waits.unwrap_or(nobody);
     let mut wait = Wait::new("database", health, stop);
     loop {
-        match wait.answer(&name, S::connect(&options)).await? {
+        let connected = async {
+            let store = S::connect(&options).await?;
+            // SQLite opens its file with the first statement.
+            if waits.is_some() {
+                store.schema().await?;
+            }
+            Ok::<_, StoreError>(store)
+        };
+        match wait.answer(&name, connected).await? {
             Ok(store) => return Ok(store),
             Err(error) if error.is_untrusted() => return Err(AppError::not_ready(format!("{name}: {error}"))),
             Err(error) if waits.is_some() && error.is_transient() => wait.on(&format!("{name}: {error}")).await?,
@@ -197,12 +205,15 @@ impl Drop for Wait<'_> {
 ///
 /// # Errors
 /// An unknown scheme, a missing feature (with its name), or a setting that breaks a promise.
-pub fn open_broker(settings: &Settings) -> BoxFuture<'_, Result<AnyBroker, AppError>> {
+pub fn open_broker<'a>(
+    settings: &'a Settings,
+    waits: Option<(&'a CancellationToken, &'a Health)>,
+) -> BoxFuture<'a, Result<AnyBroker, AppError>> {
     // Boxed, so that this code is compiled with the library and not again in each program.
-    Box::pin(open_named(settings))
+    Box::pin(open_named(settings, waits))
 }
 
-async fn open_named(settings: &Settings) -> Result<AnyBroker, AppError> {
+async fn open_named(settings: &Settings, waits: Option<(&CancellationToken, &Health)>) -> Result<AnyBroker, AppError> {
     let url = settings.broker.url.0.as_str();
     let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
     exists("broker.ca_file", settings.broker.ca_file.as_deref())?;
@@ -221,7 +232,7 @@ async fn open_named(settings: &Settings) -> Result<AnyBroker, AppError> {
         #[cfg(not(feature = "rabbitmq"))]
         "amqp" | "amqps" => Err(missing_feature("rabbitmq")),
         #[cfg(feature = "embedded")]
-        "embedded" => embedded(settings).await,
+        "embedded" => embedded(settings, waits).await,
         #[cfg(not(feature = "embedded"))]
         "embedded" => Err(missing_feature("embedded")),
         _ => Err(AppError::usage(format!(
@@ -301,7 +312,7 @@ impl From<&Settings> for RabbitConfig {
 }
 
 #[cfg(feature = "embedded")]
-async fn embedded(settings: &Settings) -> Result<AnyBroker, AppError> {
+async fn embedded(settings: &Settings, waits: Option<(&CancellationToken, &Health)>) -> Result<AnyBroker, AppError> {
     use crate::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
 
     let from = &settings.broker.embedded;
@@ -312,5 +323,11 @@ async fn embedded(settings: &Settings) -> Result<AnyBroker, AppError> {
     config.session_timeout = from.session_timeout;
     config.retention = from.retention;
     config.validate().map_err(wrong_setting)?;
-    Ok(Arc::new(EmbeddedBroker::open(config).await?))
+    let nobody = (&CancellationToken::new(), &Health::default());
+    let (stop, health) = waits.unwrap_or(nobody);
+    let is_away = |error: &BrokerError| waits.is_some() && matches!(error, BrokerError::Unavailable(_));
+    let name = redact(&settings.broker.url.0);
+    let opened =
+        Wait::new("broker", health, stop).until(&name, is_away, || EmbeddedBroker::open(config.clone())).await?;
+    Ok(Arc::new(opened))
 }

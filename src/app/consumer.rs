@@ -219,7 +219,8 @@ impl Run<'_> {
             one.accept_id_rule = self.accept_id_rule;
             options.push((consumer, one));
         }
-        let broker = open_broker(self.settings).await?;
+        let waits = Some((&self.stop, &self.health));
+        let broker = open_broker(self.settings, waits).await?;
         let connections: usize = options.iter().map(|(_, options)| options.lanes + options.retriers + 1).sum();
         let timeout = options.iter().map(|(_, options)| options.handler_timeout).max().unwrap_or_default();
         let with_lanes = |store: &mut StoreOptions| {
@@ -227,7 +228,7 @@ impl Run<'_> {
             store.connections_max = store.connections_max.max(u32::try_from(connections).unwrap_or(u32::MAX));
             store.handler_timeout = timeout;
         };
-        let store: S = open_store_with(self.settings, with_lanes, Some((&self.stop, &self.health))).await?;
+        let store: S = open_store_with(self.settings, with_lanes, waits).await?;
         ready(&store, self.settings, &self.stop, &self.health).await?;
         let duties = store.clone().into_duties();
         let mut ready_to_run = Vec::new();

@@ -35,8 +35,8 @@ pub(crate) async fn run_publisher(
     health: Health,
     stop: CancellationToken,
 ) -> Result<(), AppError> {
-    let broker = open_broker(settings).await?;
     let waits = Some((&stop, &health));
+    let broker = open_broker(settings, waits).await?;
     crate::with_store!(settings, waits, |store| {
         ready(&store, settings, &stop, &health).await?;
         let relayed =
@@ -66,8 +66,9 @@ where
     F: FnOnce(S) -> M,
     M: Future<Output = Result<PhasedEngine, AppError>>,
 {
-    let broker = open_broker(settings).await?;
-    let store: S = open_store(settings, Some((&stop, &health))).await?;
+    let waits = Some((&stop, &health));
+    let broker = open_broker(settings, waits).await?;
+    let store: S = open_store(settings, waits).await?;
     ready(&store, settings, &stop, &health).await?;
     let recovery = Recovery::new(&operations(store.clone()).await?, RecoveryOptions::default(), health.clone());
     // The end of one of the two, even by a panic, ends the other.

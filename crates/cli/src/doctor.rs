@@ -91,7 +91,7 @@ async fn broker(settings: &Settings) -> Result<Option<AnyBroker>, AppError> {
     let file = settings.broker.url.0.strip_prefix("embedded://").filter(|file| !file.is_empty());
     match file.map(Path::new).filter(|file| !file.exists() && file.parent().is_some_and(is_directory)) {
         Some(_) => Ok(None),
-        None => open_broker(settings).await.map(Some),
+        None => open_broker(settings, None).await.map(Some),
     }
 }
 

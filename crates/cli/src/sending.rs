@@ -73,7 +73,7 @@ mod tests {
     async fn broker(directory: &tempfile::TempDir) -> AnyBroker {
         let mut settings = Settings::default();
         settings.broker.url = Secret(format!("embedded://{}", file(directory)));
-        let broker = oncebox::app::open_broker(&settings).await.unwrap();
+        let broker = oncebox::app::open_broker(&settings, None).await.unwrap();
         broker.declare(&["t".to_owned()]).await.unwrap();
         broker
     }

@@ -4,6 +4,7 @@
 //! inside a turn (R14), and into the file that has the path: one that was deleted or replaced gets
 //! no more rows. A file that is no topic log, or that a newer version wrote, stays unchanged.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqliteSynchronous};
@@ -12,7 +13,7 @@ use tokio::sync::watch;
 
 use super::config::EmbeddedConfig;
 use crate::error::{BrokerError, classify};
-use crate::flock::{FileId, Held, Turn};
+use crate::flock::{FileId, Held, Turn, is_read_only};
 
 /// The value of `pragma application_id` that marks a topic log: "onbx" in ASCII.
 const APPLICATION_ID: i32 = 0x6f6e_6278;
@@ -66,7 +67,11 @@ impl Log {
         }
         let lock_file = lock_file(&config.path);
         let turn = Turn::open(&lock_file).map_err(|error| {
-            BrokerError::Refused(format!("the lock file `{}` cannot be opened: {error}", lock_file.display()))
+            let why = format!("the lock file `{}` cannot be opened: {error}", lock_file.display());
+            match error.kind() {
+                ErrorKind::ReadOnlyFilesystem | ErrorKind::StorageFull => BrokerError::Unavailable(why),
+                _ => BrokerError::Refused(why),
+            }
         })?;
         let log = Self { config, turn, appended: watch::Sender::new(0) };
         let connection = log.connect_with(SqliteSynchronous::Full, true).await?;
@@ -104,6 +109,14 @@ impl Log {
         let mut sqlite = options.connect().await.map_err(|error| self.failed("open", &error))?;
         let file = FileId::of(&self.config.path).map_err(|error| self.failed("open", &error.into()))?;
         self.ensure_schema(&mut sqlite).await?;
+        let failed = |error: sqlx::Error| self.failed("open", &error);
+        if is_read_only(&mut sqlite, self.config.busy_timeout).await.map_err(failed)? {
+            sqlite.close().await.map_err(failed)?;
+            return Err(BrokerError::Unavailable(format!(
+                "the broker file `{}` can only be read: make its disk writable",
+                self.config.path.display()
+            )));
+        }
         drop(held);
         Ok(LogConnection { sqlite, file })
     }

@@ -1,5 +1,6 @@
 //! Checks settings of a SQLite file that the promises need (R1, R7, R13, R28).
 
+use std::io::ErrorKind;
 use std::time::Duration;
 
 use sqlx::{query_as, query_scalar};
@@ -119,6 +120,9 @@ async fn below_cursor(store: &SqliteStore) -> Result<Finding, StoreError> {
 async fn turn(store: &SqliteStore) -> Finding {
     match store.take_turn(TURN_LONG).await {
         Ok(_) => Finding::ok("turn", "the write turn is free, or comes soon"),
+        Err(error) if error.kind() == ErrorKind::ReadOnlyFilesystem => {
+            Finding::warning("turn", error.to_string(), "nothing can be written: make the disk of the file writable")
+        }
         Err(error) => Finding::warning(
             "turn",
             error.to_string(),

@@ -8,11 +8,11 @@ use std::time::Duration;
 use async_trait::async_trait;
 use sqlx::pool::PoolOptions;
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqliteSynchronous};
-use sqlx::{AssertSqlSafe, Connection, Pool, Sqlite, SqliteConnection, query_scalar, raw_sql};
+use sqlx::{Connection, Pool, Sqlite, query_scalar, raw_sql};
 
 use super::SqliteStore;
-use crate::error::{StoreError, classify};
-use crate::flock::{FileId, Held, Turn};
+use crate::error::StoreError;
+use crate::flock::{FileId, Held, Turn, is_read_only};
 use crate::store::base::{Base, StoreOptions};
 #[cfg(feature = "duties")]
 use crate::store::{Duties, Store};
@@ -97,23 +97,6 @@ impl SqliteStore {
     }
 }
 
-/// Whether SQLite opened the file for reading only, as it does on a disk that is mounted read-only.
-/// Such a connection never writes, also when the disk can be written again. Nor does another of
-/// this process that is opened while it is open, because they share the `-shm` file.
-async fn is_read_only(connection: &mut SqliteConnection) -> Result<bool, sqlx::Error> {
-    // A writer that has the lock says nothing about this file: it is not waited for.
-    raw_sql("pragma busy_timeout = 0").execute(&mut *connection).await?;
-    let mut tried = raw_sql("begin immediate").execute(&mut *connection).await;
-    if tried.is_ok() {
-        // SQLite begins a transaction all the same, and refuses the first write in it.
-        tried = raw_sql("pragma user_version = 1").execute(&mut *connection).await;
-        raw_sql("rollback").execute(&mut *connection).await?;
-    }
-    let wait = format!("pragma busy_timeout = {}", BUSY_TIMEOUT.as_millis());
-    raw_sql(AssertSqlSafe(wait)).execute(connection).await?;
-    Ok(tried.is_err_and(|error| classify::is_read_only(&error)))
-}
-
 #[async_trait]
 impl Base for SqliteStore {
     type Db = Sqlite;
@@ -172,7 +155,7 @@ impl Base for SqliteStore {
                     let state: String = query_scalar(STATE).fetch_one(&mut *connection).await?;
                     fresh.get_or_init(|| state);
                     // With a changed state this connection is closed after its first use.
-                    if is_read_only(connection).await? {
+                    if is_read_only(connection, BUSY_TIMEOUT).await? {
                         raw_sql("pragma query_only = on").execute(connection).await?;
                     }
                     Ok(())

@@ -42,7 +42,7 @@ impl<S: Yard> Bed<S> {
             let store = connect::<S>(&settings).await?;
             store.migrate().await?;
             store.make_tables().await?;
-            let broker = open_broker(&settings).await?;
+            let broker = open_broker(&settings, None).await?;
             broker.declare(&[]).await?;
             Ok((store, broker))
         };

@@ -37,7 +37,7 @@ pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Ve
     let store: S = open_store_with(&stage.settings, |options| options.create = true, None).await?;
     store.migrate().await?;
     make_tables(&store, stage).await?;
-    let broker = open_broker(&stage.settings).await?;
+    let broker = open_broker(&stage.settings, None).await?;
     let topic = stage.names.topic();
     broker.declare(std::slice::from_ref(&topic)).await?;
     if !broker.is_log() {

@@ -77,7 +77,7 @@ impl Stage {
     }
 
     pub(crate) async fn broker(&self) -> Arc<dyn Broker> {
-        oncebox::app::open_broker(&self.settings).await.unwrap()
+        oncebox::app::open_broker(&self.settings, None).await.unwrap()
     }
 }
 

@@ -46,7 +46,7 @@ pub(crate) async fn play<B: Business>(pair: Pair) {
     let settings = settings(&pair, &topic_name, &consumer);
     let config = pair.dir.join("oncebox.toml");
     std::fs::write(&config, toml::to_string(&settings).unwrap()).unwrap();
-    let broker = oncebox::app::open_broker(&settings).await.unwrap();
+    let broker = oncebox::app::open_broker(&settings, None).await.unwrap();
     broker.declare(std::slice::from_ref(&topic_name)).await.unwrap();
     if !broker.is_log() {
         let subscription = Subscription::new(consumer.clone(), vec![topic_name.clone()]);
