@@ -38,8 +38,9 @@ impl<S: Store> HandlersByConsumer<S> {
     }
 
     /// Adds a consumer. The name is the inbox key and, unless `group` or `queues` is set, the Kafka
-    /// group and part of the queue names, so it must not change later. If the configuration has a `[[consumer]]` with this name, its
-    /// topics and settings are used; otherwise the consumer reads `topics` with the defaults.
+    /// group and part of the queue names, so it must not change later. If the configuration has a
+    /// `[[consumer]]` with this name, its topics and settings are used; otherwise the consumer
+    /// reads `topics` with the defaults.
     #[must_use]
     pub fn consumer<T: Into<String>>(
         mut self,

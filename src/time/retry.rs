@@ -31,8 +31,8 @@ pub struct RetryPolicy {
     pub base: Duration,
     /// The longest durable wait, also for a wait that a handler asks for. Default 10 min.
     pub cap: Duration,
-    /// Each durable wait of the schedule is the one before times this factor. After a timeout of the
-    /// handler, which is not tried in place, the first waits are all `base`. Default 2.
+    /// Each durable wait of the schedule is the one before times this factor. After a timeout of
+    /// the handler, which is not tried in place, the first waits are all `base`. Default 2.
     pub multiplier: f64,
     /// The share of a wait, 0 to 1, that chance may take away, so that messages which failed
     /// together are not tried again together. Default 0.2.

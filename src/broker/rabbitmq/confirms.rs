@@ -1,11 +1,11 @@
 //! The task of a publishing session: it publishes rows, collects confirms and returns, and reports
 //! the outcome of each row.
 //!
-//! Guarantees: a row is proven by an ack **and** no return (G2). Without `pipeline_per_key`, at most
-//! one publish of a key is unconfirmed (R20). A return belongs to the row whose id it carries, whichever confirm it came
-//! with; after a return, the confirms of that channel are held until all its confirms are in (R21).
-//! After a refusal no later row of that topic or key is published until the runtime knows of it. A
-//! nack ends the session (R21).
+//! Guarantees: a row is proven by an ack **and** no return (G2). Without `pipeline_per_key`, at
+//! most one publish of a key is unconfirmed (R20). A return belongs to the row whose id it carries,
+//! whichever confirm it came with; after a return, the confirms of that channel are held until all
+//! its confirms are in (R21). After a refusal no later row of that topic or key is published until
+//! the runtime knows of it. A nack ends the session (R21).
 //!
 //! Why returns need care: the client library keeps returned messages in one queue and attaches the
 //! first of them to whichever confirm completes next. A confirm without a return is safe: the queue
@@ -103,8 +103,8 @@ pub(super) struct Confirms {
     /// Keys with a refused message, and the number of hand-overs before it. Later rows of the key
     /// that the runtime sent before it knew of it are not published ([`Refusal::Behind`]).
     refused_keys: HashMap<LaneId, u64>,
-    /// Set once the session is ending, with a deadline. Nothing more is published; rows in flight on
-    /// channels without an error may still be proven until then.
+    /// Set once the session is ending, with a deadline. Nothing more is published; rows in flight
+    /// on channels without an error may still be proven until then.
     ending: Option<(BrokerError, Instant)>,
     /// True where the connection was cut without a word of the server.
     is_cut: bool,
@@ -239,8 +239,8 @@ impl Confirms {
         if self.ending.is_some() || self.shared.lock().blocked.is_some() {
             return;
         }
-        // One row at a time: all before it are proven by then, so if the connection is cut, it is at
-        // this message.
+        // One row at a time: all before it are proven by then, so if the connection is cut, it is
+        // at this message.
         while self.careful > 0 && self.in_flight.is_empty() {
             let Some(row) = self.lanes.next_in_order() else { return };
             self.careful -= 1;

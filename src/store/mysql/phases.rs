@@ -98,8 +98,8 @@ async fn mark(transaction: &mut Bounded<MySql>, driven: &Driven) -> Result<bool,
     inserted(mark.bind(&id).bind(driven.epoch).run(transaction).await)
 }
 
-/// The error of a query of `undo`. One that was interrupted, as by KILL QUERY, proves nothing of the
-/// transaction: its `Busy`, which says that nothing happened, becomes `Unavailable`.
+/// The error of a query of `undo`. One that was interrupted, as by KILL QUERY, proves nothing of
+/// the transaction: its `Busy`, which says that nothing happened, becomes `Unavailable`.
 fn unproven(error: StoreError) -> StoreError {
     match error {
         StoreError::Busy(error) => StoreError::Unavailable(error),

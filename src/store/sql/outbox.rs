@@ -160,9 +160,9 @@ select position, {pg my: message_id}{lite: unhex(replace(message_id, '-', ''))},
 pub(in crate::store) struct SentNotDiscarded(Vec<(i64, Uuid)>);
 
 /// Finds released rows whose discard was asked for too late, and writes an audit row for each.
-/// Without it the audit would only say `discard`. Call it in the transaction of the mark, while these
-/// rows are still there, and after the released rows without a request were deleted or locked: so no
-/// other of them can get one.
+/// Without it the audit would only say `discard`. Call it in the transaction of the mark, while
+/// these rows are still there, and after the released rows without a request were deleted or
+/// locked: so no other of them can get one.
 pub(in crate::store) async fn sent_not_discarded(
     session: &mut dyn Session,
     released: &[i64],

@@ -226,8 +226,8 @@ impl InboxTx for SqliteInboxTx {
 
     async fn prove(&mut self) -> Result<Proof, StoreError> {
         match self.savepoint.prove(&mut self.write, "release").await? {
-            // Rolled back, and not because a commit of the handler was refused: by a ROLLBACK of the
-            // handler, or by SQLite. The batch is tried again.
+            // Rolled back, and not because a commit of the handler was refused: by a ROLLBACK of
+            // the handler, or by SQLite. The batch is tried again.
             Proof::Aborted if !self.write.was_commit_refused() => Ok(Proof::Ended),
             proof => Ok(proof),
         }

@@ -24,7 +24,7 @@ pub(crate) enum Polled {
 pub(crate) enum AfterPoll {
     Done,
     Ask,
-    /// Send the operation again, after a pause: its answer is the stored one, or that it still runs.
+    /// Send it again, after a pause: its answer is the stored one, or that it still runs.
     Resend,
     /// The outcome is not known; also if the operation is not found (O26).
     Unknown,

@@ -28,9 +28,9 @@ select shard_id, {pg: bucket_from::integer, bucket_to::integer}{my lite: bucket_
        {age updated_at} \
   from oncebox.shard order by shard_id";
 
-/// The outbox rows at gaps, or above the cursor. The columns: how many were committed at positions that the
-/// cursor keeps as gaps; how many stand above the cursor, both up to a bound; an estimate of the
-/// second beyond the bound; the age of the oldest.
+/// The outbox rows at gaps, or above the cursor. The columns: how many were committed at positions
+/// that the cursor keeps as gaps; how many stand above the cursor, both up to a bound; an estimate
+/// of the second beyond the bound; the age of the oldest.
 ///
 /// PostgreSQL answers with one line for each shard. It reads rows of all shards up to the bound and
 /// counts those of this shard; the estimate applies their share to all positions above the cursor.
