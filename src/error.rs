@@ -304,7 +304,7 @@ pub fn words(error: &sqlx::Error) -> String {
             let said = classify::message_and_code(database.as_ref());
             let remedy = match classify::is_schema_missing(error) {
                 true => Some("where the schema of oncebox is missing or old, run `oncebox migrate up`"),
-                false => classify::remedy(database.as_ref()),
+                false => classify::advice(database.as_ref()),
             };
             remedy.map_or(said.clone(), |remedy| format!("{said}; {remedy}"))
         }

@@ -104,6 +104,16 @@ pub(super) fn remedy(error: &dyn DatabaseError) -> Option<&'static str> {
     }
 }
 
+/// What to do about an error: its [`remedy`], or where to look while programs wait for its end.
+pub(super) fn advice(error: &dyn DatabaseError) -> Option<&'static str> {
+    match code(error)? {
+        Code::Sqlite(code) if code & 0xff == 14 => {
+            Some("SQLite writes files beside it: look whether its directory is there and its disk can be written")
+        }
+        _ => remedy(error),
+    }
+}
+
 /// Whether a person must mend something at the server before this can succeed.
 #[cfg(any(feature = "programs", feature = "mysql"))]
 pub(crate) fn needs_a_person(error: &sqlx::Error) -> bool {

@@ -38,7 +38,7 @@ pub(super) struct DemoArgs {
     /// Where files go; a directory of its own below the system's temporary one by default
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Leave files, tables and topics behind
+    /// Leave files, database and topic behind; a demo that fails does so too
     #[arg(long)]
     keep: bool,
     /// Show no progress while the demo runs

@@ -43,6 +43,12 @@ impl OwnDatabase {
     /// where the named database has an outbox with messages: it is in use, so it was probably named
     /// by mistake.
     pub(super) async fn make<S: Ground>(place: &Place, name: String) -> Result<Self, AppError> {
+        // The driver would prefer it to the path, into which the name of the new database goes.
+        let url = url::Url::parse(&place.settings.database.url.0);
+        if url.is_ok_and(|url| url.query_pairs().any(|(name, _)| name == "dbname")) {
+            let why = "the database URL has `dbname` in its query: write the database into the path";
+            return Err(AppError::usage(why));
+        }
         refuse_messages_of_others::<S>(&place.settings).await?;
         private_directory(&place.dir)?;
         let made = S::create_database(&place.settings, &name, &place.dir).await;
@@ -92,12 +98,6 @@ macro_rules! on_server {
             async fn create_database(server: &Settings, name: &str, _: &Path) -> Result<String, AppError> {
                 let mut url = url::Url::parse(&server.database.url.0)
                     .map_err(|error| AppError::usage(format!("the database URL: {error}; name one host")))?;
-                // The driver would prefer it to the path.
-                if url.query_pairs().any(|(name, _)| name == "dbname") {
-                    return Err(AppError::usage(
-                        "the database URL has `dbname` in its query: write the database into the path",
-                    ));
-                }
                 url.set_path(name);
                 run::<$store>(server, format!("create database {name}")).await?;
                 Ok(url.to_string())

@@ -121,7 +121,7 @@ async fn turn(store: &SqliteStore) -> Finding {
     match store.take_turn(TURN_LONG).await {
         Ok(_) => Finding::ok("turn", "the write turn is free, or comes soon"),
         Err(error) if error.kind() == ErrorKind::ReadOnlyFilesystem => {
-            Finding::warning("turn", error.to_string(), "nothing can be written: make the disk of the file writable")
+            Finding::waits("turn", error.to_string(), "nothing can be written: make the disk of the file writable")
         }
         Err(error) => Finding::warning(
             "turn",

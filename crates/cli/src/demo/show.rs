@@ -15,7 +15,6 @@ use crate::common::{AnyBroker, failed};
 use crate::sending::{outgoing, send_all};
 use oncebox::StoreError;
 use oncebox::app::{AppError, open_broker, open_store_with};
-use oncebox::broker::Subscription;
 
 /// The show is given up when nothing has moved for this long. A kill costs a takeover, and a loaded
 /// machine is slow.
@@ -43,8 +42,7 @@ pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Ve
     if !broker.is_log() {
         // A queue gets only what is published after it is bound, so the queues of both consumers
         // are made before the first payment.
-        for role in ["ledger", "receipts"] {
-            let subscription = Subscription::new(stage.names.consumer(role), vec![topic.clone()]);
+        for subscription in stage.names.subscriptions() {
             broker.subscriber(&subscription).await?.close().await;
         }
     }
@@ -68,11 +66,6 @@ pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Ve
     }
     bar.finish_and_clear();
     let verdict = count(&store, &broker, stage, killed, began.elapsed().as_secs_f64()).await?;
-    if !args.keep {
-        let made =
-            ["ledger", "receipts"].map(|role| Subscription::new(stage.names.consumer(role), vec![topic.clone()]));
-        broker.remove(&made).await?;
-    }
     store.close().await;
     Ok(verdict)
 }

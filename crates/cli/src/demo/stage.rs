@@ -7,7 +7,8 @@ use std::time::Duration;
 use crate::ground::{Ground, OwnDatabase};
 use crate::place::{Place, private_directory, write_config};
 use oncebox::app::config::Settings;
-use oncebox::app::{AppError, say};
+use oncebox::app::{AppError, open_broker, say};
+use oncebox::broker::Subscription;
 use oncebox::error::redact;
 
 /// Everything that belongs to this demo only.
@@ -43,6 +44,11 @@ impl Names {
         format!("demo_{}_ledger_entry", self.tag)
     }
 
+    /// What the two consumers read.
+    pub(super) fn subscriptions(&self) -> [Subscription; 2] {
+        ["ledger", "receipts"].map(|role| Subscription::new(self.consumer(role), vec![self.topic()]))
+    }
+
     pub(super) fn receipt(&self, payment: &str) -> String {
         format!("demo_{}_receipt_{payment}", self.tag)
     }
@@ -76,8 +82,16 @@ impl Stage {
         }
     }
 
-    /// Removes database and files, and reports what cannot be removed.
+    /// Removes topic, groups or queues, database and files, and reports what cannot be removed.
     pub(super) async fn clear<S: Ground>(&self) {
+        let removed = async {
+            let broker = open_broker(&self.settings, None).await?;
+            Ok::<_, AppError>(broker.remove(&self.names.subscriptions()).await?)
+        };
+        if let Err(error) = removed.await {
+            let topic = self.names.topic();
+            say("INFO", &format!("the topic {topic} and what reads it could not be removed: {}", error.message));
+        }
         if let Err(error) = self.database.drop_it::<S>().await {
             say("INFO", &format!("the database {} could not be dropped: {error}", self.database.name));
         }
@@ -89,6 +103,7 @@ impl Stage {
     /// Prints where everything is that stays.
     pub(super) fn leave(&self) {
         let (files, database) = (self.place.dir.display(), redact(&self.database.url.0));
-        say("INFO", &format!("logs and files: {files}; database: {database}"));
+        let topic = self.names.topic();
+        say("INFO", &format!("logs and files: {files}; database: {database}; topic: {topic}"));
     }
 }

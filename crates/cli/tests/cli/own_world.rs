@@ -119,8 +119,8 @@ fn databases_of_shows(server: &str) -> Vec<String> {
     all.into_iter().filter(|name| name.contains("_demo_") || name.contains("_bench_")).collect()
 }
 
-/// The topics or queues of benchmarks on a broker's server.
-fn topics_of_benchmarks(test: &str, broker: &str) -> BTreeSet<String> {
+/// The topics or queues on a broker's server whose names begin so.
+fn topics(test: &str, broker: &str, prefix: &str) -> BTreeSet<String> {
     let all: Vec<String> = if let Some(servers) = broker.strip_prefix("kafka://") {
         let asker: BaseConsumer = ClientConfig::new().set("bootstrap.servers", servers).create().unwrap();
         let metadata = asker.fetch_metadata(None, Duration::from_secs(30)).unwrap();
@@ -134,7 +134,7 @@ fn topics_of_benchmarks(test: &str, broker: &str) -> BTreeSet<String> {
         assert!(listed.status.success(), "{}", String::from_utf8_lossy(&listed.stderr));
         String::from_utf8(listed.stdout).unwrap().lines().map(str::to_owned).collect()
     };
-    all.into_iter().filter(|name| name.starts_with("bench-")).collect()
+    all.into_iter().filter(|name| name.starts_with(prefix)).collect()
 }
 
 /// Every one of these figures is there, each with the same without the fault beside it. How large
@@ -191,7 +191,7 @@ fn faults_are_measured_on_servers_and_no_database_and_no_topic_stays_behind() {
             continue;
         };
         let _turn = ON_A_SERVER.lock().unwrap_or_else(PoisonError::into_inner);
-        let (databases, topics) = (databases_of_shows(&server), topics_of_benchmarks(test, &broker));
+        let (databases, made) = (databases_of_shows(&server), topics(test, &broker, "bench-"));
         let other = Database::on(&server);
         let shop = Shop::on(None, None);
         let done = shop.shell(&[FAULT, &["--database", &other.url, "--broker", &broker]].concat());
@@ -199,7 +199,7 @@ fn faults_are_measured_on_servers_and_no_database_and_no_topic_stays_behind() {
         shop.is_untouched();
         let mut left = databases_of_shows(&server);
         left.retain(|name| !databases.contains(name));
-        left.extend(topics_of_benchmarks(test, &broker).difference(&topics).cloned());
+        left.extend(topics(test, &broker, "bench-").difference(&made).cloned());
         assert!(left.is_empty(), "{left:?} were left behind");
     }
 }
@@ -228,6 +228,33 @@ fn a_benchmark_that_is_stopped_by_a_signal_removes_both_of_its_databases() {
         assert_eq!(new(), Vec::<String>::new(), "left behind after {signal}");
         shop.is_untouched();
     }
+}
+
+/// Shown to fail: by removing the topic at the successful end only.
+#[test]
+fn a_demo_that_is_stopped_by_a_signal_removes_its_database_and_its_topic() {
+    let test = "a_demo_that_is_stopped_by_a_signal_removes_its_database_and_its_topic";
+    let (server, broker) = ("ONCEBOX_TEST_MARIADB", "ONCEBOX_TEST_RABBITMQ");
+    let (Some(server), Some(broker)) = (service(test, server), service(test, broker)) else { return };
+    let _turn = ON_A_SERVER.lock().unwrap_or_else(PoisonError::into_inner);
+    let before = databases_of_shows(&server);
+    let other = Database::on(&server);
+    let shop = Shop::on(None, None);
+    let long = ["demo", "--messages", "20000", "--no-progress", "--database", &other.url, "--broker", &broker];
+    let mut running = shop.shell(&long).start();
+    let mine = || databases_of_shows(&server).into_iter().find(|name| !before.contains(name));
+    let queues = eventually("a database, and the queues of both consumers", || {
+        assert!(!running.has_ended(), "it made no queues");
+        let prefix = format!("demo-{}-", mine()?.strip_prefix("oncebox_demo_")?);
+        let queues = topics(test, &broker, &prefix);
+        (queues.len() >= 2).then_some(queues)
+    });
+    running.signal("-INT");
+    running.ends().fails(1, &["interrupted"]);
+    assert_eq!(mine(), None);
+    let left: Vec<_> = topics(test, &broker, "demo-").intersection(&queues).cloned().collect();
+    assert!(left.is_empty(), "{left:?} were left behind");
+    shop.is_untouched();
 }
 
 /// Shown by leaving out the look at the outbox.
