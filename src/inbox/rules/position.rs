@@ -3,9 +3,10 @@
 //!
 //! Promise: a partition never begins above the offset up to which the database knows that
 //! everything is done, whatever offset the group has committed at the broker. A database that went
-//! back (a standby that was promoted, a backup that was restored) lowers the start. A topic that
-//! was deleted and made again is read from its beginning. Records that the broker deleted before
-//! they were read are reported. Not here: reading the two positions (`store`, `broker`).
+//! back (a standby that was promoted, a backup that was restored) lowers the start. It begins above
+//! that offset only where the broker has deleted the records between, and this is reported. A topic
+//! that was deleted and made again is read from its beginning, if ids of topics are known or the
+//! position is beyond its end. Not here: reading the two positions (`store`, `broker`).
 
 /// The position of a consumer in a partition.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -23,9 +24,9 @@ pub struct BrokerOffsets {
     pub topic_id: Option<String>,
     /// The offset that the group has committed.
     pub committed: Option<i64>,
-    /// The first offset that the broker still has.
+    /// The first offset that the broker still has; 0 where it cannot be asked now.
     pub first: i64,
-    /// The offset that the next record gets.
+    /// The offset that the next record gets; the largest number where that cannot be asked now.
     pub end: i64,
 }
 
@@ -73,24 +74,23 @@ pub fn start(remembered: Option<&Position>, found: &BrokerOffsets) -> Start {
         return beginning(Some(Break::MadeAnew { first: found.first }));
     }
     let known = remembered.map(|position| position.next);
-    // Take the lower one. The committed offset is ahead when the database went back, and behind
-    // when a commit of offsets was lost.
-    let Some(stood) = known.into_iter().chain(found.committed).min() else {
+    // Up to here everything is done.
+    let Some(done) = known.or(found.committed) else {
         return beginning(None);
     };
     // A broker that was restored from a copy has lost records and offsets alike, and gives the
     // offsets of the lost ones to others: so the position in the database alone is enough. The
     // committed offset is asked only where there is none: after a break it stays beyond the end
     // until something is acknowledged, and would tell the same break at each assignment.
-    if let Some(last) = known.or(found.committed)
-        && last > found.end
-    {
-        return beginning(Some(Break::BeyondEnd { stood: last, end: found.end }));
+    if done > found.end {
+        return beginning(Some(Break::BeyondEnd { stood: done, end: found.end }));
     }
-    if stood < found.first {
-        return beginning(Some(Break::Lost { stood, first: found.first }));
+    if done < found.first {
+        return beginning(Some(Break::Lost { stood: done, first: found.first }));
     }
-    Start { at: stood, because: None }
+    // The lower one. The committed offset is ahead when the database went back, and behind when a
+    // commit of offsets was lost.
+    Start { at: found.committed.map_or(done, |committed| committed.min(done)).max(found.first), because: None }
 }
 
 #[cfg(test)]
@@ -115,6 +115,8 @@ mod tests {
             (Some(at(None, 60)), Some(50), 50),
             (Some(at(Some("a"), 100)), Some(100), 100),
             (None, Some(10), 10),
+            // The records up to 60 are done, so those that the broker deleted are not lost.
+            (Some(at(Some("a"), 60)), Some(5), 10),
         ] {
             let start = start(remembered.as_ref(), &found(committed));
             assert_eq!(start, Start { at: expected, because: None }, "{remembered:?} {committed:?}");
