@@ -1,9 +1,10 @@
 //! The identity of a message: 16 bytes, the same in every process and language (R31, R32).
 //!
 //! Promise: a canonical UUID (but the nil UUID) is its own identity. For any other id the identity
-//! is SHA-256 of source and id, each with its length, in the form of a UUID version 8. So ids that
-//! differ only in case, accents or trailing space stay different, and never seem to carry a time.
-//! Not here: finding the id in a message (`Message::identify`).
+//! is the first 16 bytes of SHA-256 of source and id, each with its length, with six bits set to
+//! the form of a UUID version 8. So ids that differ only in case, accents or trailing space stay
+//! different, and never seem to carry a time. Not here: finding the id in a message
+//! (`Message::identify`).
 
 use std::fmt;
 use std::str::FromStr;
@@ -84,7 +85,8 @@ pub fn identity(source: &str, id: &str) -> MessageId {
     MessageId(uuid::Builder::from_custom_bytes(first_16(&hash.finalize())).into_uuid())
 }
 
-/// Reads a UUID of 36 characters in lower case with hyphens. Any other spelling is a text id.
+/// Reads a UUID of 36 characters in lower case with hyphens. Any other spelling, and the nil UUID,
+/// is a text id.
 fn canonical(id: &str) -> Option<Uuid> {
     let uuid = Uuid::try_parse(id).ok()?;
     let mut buffer = Uuid::encode_buffer();
@@ -94,7 +96,8 @@ fn canonical(id: &str) -> Option<Uuid> {
 /// Where the id of an incoming message is found (`id = …` of a consumer).
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum IdRule {
-    /// `ce_id` on Kafka and the embedded broker, the property `message_id` on RabbitMQ.
+    /// `ce_id` on Kafka and the embedded broker; on RabbitMQ the property `message_id`, or the
+    /// header `cloudEvents_id` where that is missing.
     #[default]
     Envelope,
     /// `header:NAME`: the text of the header with this name.

@@ -1,13 +1,14 @@
-//! Limits how many operations that hold a connection from beginning to end run at once.
+//! Limits how many operations run at once that hold a connection: from beginning to end, or, in
+//! phases, until the first phase is opened.
 //!
 //! Promises:
 //!
-//! * An operation begins only when a connection can carry it to its end. Part of the pool stays
-//!   free for reads, heartbeats and outcomes. A request that finds no free place waits for one for
-//!   at most [`WAIT`]. If no place was given or returned for that long, it is refused at once,
-//!   because the operations that run are slow.
+//! * An operation begins only when a connection can carry it. Part of the pool stays free for
+//!   reads, heartbeats and outcomes, unless it has two connections or fewer. A request that finds
+//!   no free place waits for one for at most [`WAIT`]. If no place was given or returned for that
+//!   long, it is refused at once, because the operations that run are slow.
 //! * In an engine with several operations that need places, one operation cannot take all places: a
-//!   quarter stays for the others.
+//!   quarter stays for the others, where there are more than two.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -123,8 +124,8 @@ impl Places {
     }
 }
 
-/// How many of a pool's connections operations may hold: 8 of 10. The others serve short
-/// statements. A pool of two has none to spare.
+/// How many of a pool's connections operations may hold: all but one and a tenth (8 of 10, 89 of
+/// 100). The others serve short statements. A pool of two has none to spare.
 fn places(connections: u32) -> u32 {
     connections.saturating_sub(1 + connections / 10).max(connections.min(2))
 }

@@ -41,7 +41,7 @@ async fn o29_a_first_phase_holds_its_place_after_its_request_was_dropped() {
         let Answered::Problem(problem) = &refused else { panic!("{refused:?}") };
         assert_eq!(problem.code, Code::StoreUnavailable);
         let detail = problem.detail.as_deref().unwrap_or_default();
-        assert!(detail.contains("as many operations run"), "{problem:?}");
+        assert!(detail.contains("every place for this operation is taken"), "{problem:?}");
         clash.meet.wait().await;
         assert!(service.engine.drain(SOON).await);
         assert_eq!(service.payments("settled").await, 2);

@@ -68,9 +68,11 @@ pub(super) async fn run(args: &DoctorArgs, common: &CommonArgs, output: Output) 
             findings.extend(broker_findings(&broker, &settings, &held).await);
             refused = refused_starts(&settings, &broker, &findings).await;
         }
-        Err(error) => {
-            findings.push(Finding::refused("broker", error.message, "mend what it says, or the broker's settings"))
-        }
+        Err(error) => findings.push(Finding::refused(
+            "broker",
+            error.message,
+            "mend the broker's settings, or what its message names",
+        )),
     }
     findings.extend(unusable(&settings));
     let starts = |consumer: &&ConsumerSettings| refused.iter().all(|(name, _)| *name != consumer.name);

@@ -166,8 +166,8 @@ fn at<'a>(table: &'a Dict, levels: &[&str]) -> Option<&'a Value> {
     if rest.is_empty() { Some(value) } else { at(value.as_dict()?, rest) }
 }
 
-/// Text stays text whatever it looks like, because a password may be a number. Numbers, lists and
-/// tables are parsed as in the file.
+/// Text stays text whatever it looks like, because a password may be a number. Where the default is
+/// a number, a boolean, a list or a table, the value is parsed as in the file.
 fn typed(text: String, default: Option<&Value>) -> Value {
     let is_text = !matches!(default, Some(Value::Bool(..) | Value::Num(..) | Value::Array(..) | Value::Dict(..)));
     let parsed = if is_text { None } else { toml::from_str::<toml::Table>(&format!("value = {text}")).ok() };

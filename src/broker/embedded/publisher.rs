@@ -5,9 +5,10 @@
 //! (R15). When a row itself is refused, later rows of its key are not appended (`Refusal::Behind`)
 //! until the runtime has received the refusal. While the file takes nothing (its disk is full,
 //! another process holds it), the broker is blocked: the rows wait, and no message is at fault. A
-//! session that has ended writes nothing more, also where its writer waits for the file just then.
+//! session that has ended begins no other append, also where its writer waits for the file just
+//! then.
 //!
-//! Not here: missing topics. A topic is created with its first row.
+//! No topic is ever missing: its first row creates it.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -26,8 +27,9 @@ use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 use crate::task;
 
-/// Most rows of one transaction, and below, most bytes: the write lock is held for some 20 ms.
+/// Most rows of one transaction: the write lock is held for some 20 ms.
 const ROWS_PER_COMMIT: usize = 5_000;
+/// At so many bytes a transaction takes no other row.
 const BYTES_PER_COMMIT: usize = 8 * 1024 * 1024;
 /// Most bytes that may wait for the writer; `send` waits above it. While the file takes nothing it
 /// does not, and the caller's own bound on what is in flight holds alone.
@@ -37,8 +39,8 @@ const TRIM_EVERY: Duration = Duration::from_secs(30);
 
 /// How often a write is tried again while the file takes nothing.
 const BLOCKED_RETRY: Duration = Duration::from_millis(250);
-/// A longer wait for the file is shown: the broker is blocked. It is less than the second after
-/// which the relay may call a topic silent.
+/// A longer wait for the file is shown: the broker is blocked. By default it is less than the
+/// second after which the relay may call a topic silent.
 const WAIT_SHOWN: Duration = Duration::from_millis(800);
 /// How long the end of a session waits for a commit that is under way.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(2);
@@ -165,7 +167,7 @@ impl Publisher for EmbeddedPublisher {
         let Self { rows, settled, writer, .. } = *self;
         drop((rows, settled));
         if tokio::time::timeout(CLOSE_DEADLINE, writer).await.is_err() {
-            tracing::warn!("the embedded publisher did not end in time");
+            tracing::warn!("the embedded publisher did not end in time; a commit of it may still end");
         }
     }
 }
@@ -178,7 +180,7 @@ struct Writer {
     blocks: watch::Sender<Option<String>>,
 }
 
-/// Rows that are ready to be written. A failed write leaves them unchanged.
+/// Rows that are ready to be written. After a failed write they can be written again.
 struct Append {
     /// Tag, topic and hash of each record.
     places: Vec<(u64, String, u32)>,

@@ -1,8 +1,9 @@
 //! The rows that a publishing session holds until the broker has proven them: the bounds, and how
 //! delivery reports get to the relay.
 //!
-//! Promises: rows and bytes in the client are bounded; at a bound the sender waits and gets no
-//! error. No delivery report is lost, even if the future that waits for it is dropped. After a
+//! Promises: rows and bytes in the client are bounded; at a bound the sender waits, until there is
+//! room or the session ends. No outcome is lost, even if the future that waits for it is dropped. A
+//! report that proves nothing settles no row: the next session sends the row again. After a
 //! refusal no later row of that key or topic is sent until the relay received that outcome (R15).
 
 use std::collections::HashMap;
@@ -41,17 +42,17 @@ struct State {
     rows: usize,
     bytes: usize,
     settled: Vec<Settled>,
-    /// How often the relay took outcomes. It knows of every refusal that came before the last time.
+    /// How often the relay took outcomes. It knows of a refusal whose number is lower.
     handovers: u64,
     /// Keys of refused messages, each with `handovers` at its last refusal.
     refused_keys: HashMap<(String, Vec<u8>), u64>,
     /// Refused topics, each with `handovers` at its last refusal, and the reason.
     refused_topics: HashMap<String, (u64, String)>,
-    /// Topics that refused a message as too large.
+    /// Topics that refused a message, perhaps as too large: their limits are asked for again.
     too_small: Vec<String>,
     /// A topic that refused a batch as too large.
     refused_batch: Option<String>,
-    /// True where a row was refused since the session was last seen to work.
+    /// True where a report came that may name the cause, since the session was last seen to work.
     has_refused: bool,
     /// Set where a refusal may be due to this session's batch size, or where a report of success
     /// proves nothing. Then the session must end.
@@ -253,7 +254,7 @@ impl PublishWindow {
         }
         let why = || format!("kafka topic `{topic}`: a message was reported as delivered without an offset");
         state.stale.get_or_insert_with(why);
-        // No other report tells more of it.
+        // No later report explains more, so nobody waits for one.
         state.has_refused = true;
         drop(state);
         self.changed.notify_one();

@@ -7,11 +7,11 @@
 //! Guarantees:
 //!
 //! * Only cuts in a row count: a streak. The caller ends the streak by [`Cuts::forget`] when the
-//!   server cannot be reached, closes the connection itself or falls silent. A cut with nothing
-//!   unconfirmed ends it too, and so does the confirm of the last message that was unconfirmed at
-//!   every cut of it.
-//! * Between two confirms at most two messages are suspected. If every message fails, the network
-//!   is the likely cause, not the messages.
+//!   server cannot be reached, closes the connection with code 320 or falls silent. A cut with
+//!   nothing unconfirmed ends it too, and so does the confirm of the last message that was
+//!   unconfirmed at every cut of it, or a large number of confirms.
+//! * Between two confirms there are at most two suspicions; each may name several messages. If
+//!   every message fails, the network is the likely cause, not the messages.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,7 +23,7 @@ use parking_lot::Mutex;
 /// that restart in turn.
 const CUTS_BEFORE_SUSPECT: u32 = 3;
 
-/// The cuts in a row after which a new session publishes one message at a time.
+/// The cuts in a row after which a new session publishes its first messages one at a time.
 const CUTS_BEFORE_ONE_BY_ONE: u32 = CUTS_BEFORE_SUSPECT - 1;
 
 /// A streak ends after so many confirms, which is many windows of a session: a cut that comes then

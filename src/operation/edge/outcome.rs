@@ -38,8 +38,9 @@ impl End {
 }
 
 impl Edge {
-    /// Writes the outcome, and gives the answer as soon as it is known whether the outcome is
-    /// stored. The lease is renewed until then.
+    /// Writes the outcome, and gives the answer. If the first try fails, or takes longer than the
+    /// completion budget, the caller is told RESULT_NOT_STORED, and the write is tried for one
+    /// lease more. The lease is renewed until the end of these tries.
     pub(super) async fn remember<T>(
         &self,
         settle: Settle,
@@ -99,7 +100,7 @@ impl Edge {
     fn end(&self, settle: Settle, kept: Option<&Kept>) -> End {
         let did_nothing = matches!(settle, Settle::Release | Settle::Finish(State::FailedRetryable));
         let outcome = match settle {
-            // The next run must have the same operation id.
+            // The run after this one must have the same operation id.
             _ if did_nothing && self.begin.basis().repeats() => Some(RunOutcome::Unknown),
             Settle::Finish(state) => Some(self.outcome(state, kept)),
             _ => None,
@@ -209,8 +210,8 @@ impl Edge {
         }
     }
 
-    /// Reads the record after the transaction that changes it. Retries a few times if that one
-    /// holds its lock for long.
+    /// Reads the record once no transaction is changing it. Retries a few times if one holds its
+    /// lock for long.
     async fn settled(&self) -> Result<Look, StoreError> {
         let mut pause = AGAIN;
         loop {
@@ -224,9 +225,9 @@ impl Edge {
         }
     }
 
-    /// Logs that the outcome is stored only as evidence.
+    /// Logs that the outcome is not in the record: it is evidence, if that could be stored.
     fn anothers(&self, record: &Record) -> bool {
-        tracing::warn!(operation = %self.front.endpoint.operation(), key = self.front.short_key(), state = %record.state, "a run ended whose key is another's by now: its outcome is evidence, and is not replayed");
+        tracing::warn!(operation = %self.front.endpoint.operation(), key = self.front.short_key(), state = %record.state, "a run lost its lease, and its outcome is not written into the record: it is kept as evidence, and is not replayed");
         false
     }
 }

@@ -62,12 +62,11 @@ impl Front {
         Answered::Problem(problem)
     }
 
-    /// The answer when as many operations run as the store's connections can carry. Nothing was
-    /// begun.
+    /// The answer when every place for this operation is taken (`admission`). Nothing was begun.
     pub(super) fn no_room(&self) -> Answered {
-        tracing::warn!(operation = %self.endpoint.operation(), key = self.short_key(), "no room: as many operations run as the database has connections for");
+        tracing::warn!(operation = %self.endpoint.operation(), key = self.short_key(), "no room: every place for this operation is taken");
         self.note(Noted::StoreError("admit"));
-        let detail = "as many operations run as the database has connections for: nothing was done";
+        let detail = "every place for this operation is taken: nothing was done";
         Answered::Problem(Problem { detail: Some(detail.to_owned()), ..Problem::new(Code::StoreUnavailable) })
     }
 

@@ -2,9 +2,9 @@
 //! and never sends twice.
 //!
 //! Promises: redirects and retries of the client library are off. [`CallOutcome::NotConnected`] is
-//! returned only if no connection was made (name not found, refused, TLS failed). An answer is read
-//! up to a limit. Proxies of the environment are not used, because a proxy that refuses a
-//! connection proves nothing about the provider.
+//! returned only if no byte of the request was sent (name not found, refused, TLS failed). An
+//! answer is read up to a limit. Proxies of the environment are not used, because a proxy that
+//! refuses a connection proves nothing about the provider.
 //!
 //! Not here: what an answer proves; an adapter reads status and body.
 
@@ -32,11 +32,11 @@ pub enum CallOutcome {
     NotConnected(String),
     /// The call ended without a complete answer: the effect may have happened.
     NoAnswer(String),
-    /// The provider answered, and the answer is complete.
+    /// The provider answered, and the answer was read as far as it is asked for.
     Answered(Response),
 }
 
-/// An answer that was read completely.
+/// An answer, read completely or, for a webhook, up to a limit.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Response {
     /// The HTTP status of the answer.

@@ -6,9 +6,11 @@
 //! * `webhook-id`, `Idempotency-Key` and the bytes of the body are committed before the first send
 //!   and are the same in every send. Timestamp and signature are made for each send.
 //! * A 2xx ends the operation. A 4xx is a refusal if it answers the only send that can have
-//!   arrived. Redirects are not followed. All other results, redirects among them, are tried
-//!   again while the window is open. After that the webhook is dead, which an
-//!   operator sees as parked.
+//!   arrived. Redirects are not followed. All other answers, redirects among them, are tried again
+//!   while the window is open. After that the webhook is dead, which an operator sees as parked.
+//! * An endpoint that cannot be reached (name not found, refused, TLS failed) is tried again
+//!   without end. No attempt is counted, and the window does not end it; the window begins when the
+//!   webhook is accepted.
 //! * An endpoint that keeps failing gets no requests for a while; no attempt is counted.
 //! * Endpoints at private addresses are refused when the webhook is accepted, unless their host is
 //!   allowed. If a name resolves to a private address, or the process that sends does not allow the

@@ -1,9 +1,10 @@
 //! Trials of blocked topics, beside the session: does a topic exist, is its first row taken.
 //!
-//! Promises: a trial costs the session only the read of one row. It has its own publisher and
-//! deadline, so that nothing else waits for a topic that neither takes nor refuses. Topics that
-//! were silent are tried apart from the others, and ever more rarely. The row of a trial is the
-//! first of its topic, and no later one is sent before it is proven, so that the order holds.
+//! Promises: a trial costs the session only the read of one row for each topic that is tried. It
+//! has its own publisher and deadline, so that nothing else waits for a topic that neither takes
+//! nor refuses. Topics that were silent are tried apart from the others, and ever more rarely. The
+//! row of a trial is the first of its topic, and no later one is sent before it is proven, so that
+//! the order holds.
 //!
 //! A trial that is dropped leaves the outcome of its row unknown, like a session does with its rows
 //! in flight: the row is sent again, in the same place.
@@ -24,9 +25,10 @@ use crate::outbox::rules::isolate::ENDS_ALONE_BEFORE_DEAD;
 use crate::task;
 use crate::time::retry::pause;
 
-/// The longest pause between two trials of a topic that was silent.
+/// The longest pause between two trials of a topic that was silent, unless `probe` is longer.
 const PAUSE_MAX: Duration = Duration::from_secs(30);
-/// How long a trial may last. It is long enough for a broker that is slow for all topics.
+/// How long each of the two steps of a trial may take: to ask for the topic, and to send its row.
+/// It is long enough for a broker that is slow for all topics.
 const TRIAL_MAX: Duration = Duration::from_secs(10);
 /// After so many failed trials of every topic, while none takes messages, the relay is not ready.
 const TRIES_SHOWN: u32 = 2;
@@ -40,8 +42,8 @@ const MADE_MAX: Duration = Duration::from_secs(2);
 /// A publisher for trials that was not used for so long is closed.
 const IDLE_MAX: Duration = Duration::from_secs(30);
 
-/// After so many lost trials, a relay that ends when its outbox is empty waits for no more of a
-/// topic.
+/// A relay that ends when its outbox is empty waits for a blocked topic until a trial had an
+/// answer, or so many trials of it were lost.
 const LOST_MAX: u32 = 3;
 
 /// When each blocked topic is tried next. It outlives a session, in memory only.
@@ -55,7 +57,7 @@ struct Pause {
     tries: u32,
     /// Trials in a row that got no answer.
     silent: u32,
-    /// Trials in a row whose session was lost while this row was alone in it.
+    /// Trials whose session was lost while a row of this topic was alone in it.
     lost: u32,
     reason: String,
 }
@@ -309,7 +311,7 @@ impl Trials {
                     let was_lost = std::mem::take(&mut round.was_lost);
                     round.width = if was_lost { (topics / 2).max(1) } else { round.width.saturating_mul(2) };
                     for topic in self.lanes[lane].under_way.drain() {
-                        // The topic existed and had no row to try.
+                        // Nothing was said of it: it had no row to try, for one.
                         if pauses.is_due(&topic, Instant::now()) {
                             pauses.failed(&topic, "", false, every);
                         }
@@ -509,7 +511,7 @@ pub(super) async fn see(
         return Ok(states);
     }
     let why = if missing.len() > MADE_AT_ONCE {
-        format!("it is to be made, with {} more", missing.len() - 1)
+        format!("it does not exist; it will be created, as will {} others", missing.len() - 1)
     } else {
         match tokio::time::timeout(MADE_MAX, broker.declare(&missing)).await {
             Ok(Ok(())) => return publisher.topics(topics).await,

@@ -1,8 +1,8 @@
 //! Chooses one of several hosts of a database, and switches to another one after a failover.
 //!
-//! Guarantees: the hosts are tried in the order of the URL, and the first one that answers and
-//! takes writes is used; a standby never is. A host that works is kept. When it no longer answers
-//! or takes writes, and another one does, all new connections go there within seconds, and no older
+//! Guarantees: of several hosts, the first one in the order of the URL that answers and takes
+//! writes is used; a standby never is. A host that works is kept. When it no longer answers or
+//! takes writes, and another one does, all new connections go there within seconds, and no older
 //! connection is taken from the pool again.
 //!
 //! The name of a single host may lead to another server after a failover. When the server that is
@@ -42,8 +42,8 @@ pub(in crate::store) struct Hosts<Db: Remote> {
     moved: Moved,
 }
 
-/// The moment of the last move to another server. A connection that was made before it is not taken
-/// from the pool any more.
+/// Connections that were made before this moment are not taken from the pool any more: since then
+/// another server may be the right one.
 #[derive(Debug, Clone, Default)]
 pub(in crate::store) struct Moved(Arc<Mutex<Option<Instant>>>);
 

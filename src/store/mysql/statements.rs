@@ -1,8 +1,9 @@
 //! Statements of the sql handler on MySQL and MariaDB.
 //!
 //! Values keep their digits. The server does not know the type of a parameter, and treats text in
-//! arithmetic as a float. So a whole number is bound as an integer, signed or unsigned, and any
-//! other number as its digits, cast to a DECIMAL of exactly that scale. A time is bound as a time,
+//! arithmetic as a float. So a whole number of up to 64 bits is bound as an integer, signed or
+//! unsigned, and any other number as its digits, cast to a DECIMAL of exactly that scale; one with
+//! more digits than a DECIMAL has is bound as text. A time is bound as a time,
 //! because no column accepts its form in a payload.
 //!
 //! For several messages their statements stand one after another in a block, which MariaDB runs in
@@ -12,8 +13,9 @@
 //! acknowledgement, because sqlx leaves Nagle's algorithm on. It runs under the `sql_mode` that the
 //! connection had when the first set of this size came. MySQL has no such block.
 //!
-//! A table without transactions is refused: its row would stay when the inbox row is rolled back,
-//! and be written again at the redelivery.
+//! A table without transactions that a statement names is refused when the handler is prepared: its
+//! row would stay when the inbox row is rolled back, and be written again at the redelivery. What
+//! stands behind a view or a trigger is not looked at.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -41,7 +43,8 @@ pub struct MySqlStatement {
     pieces: Vec<Piece>,
 }
 
-/// How many messages are in one block: few sizes, because each is a prepared statement.
+/// The sizes of blocks: few, because each is a prepared statement. Where there are fewer messages,
+/// spare parameters fill the rest.
 const BLOCKS: [usize; 4] = [64, 16, 4, 1];
 /// A block of several messages is at most so long, with its values. With TLS, what is longer than
 /// 16 KiB goes out in two pieces, and the second one waits for the first to be acknowledged.

@@ -17,8 +17,8 @@ use crate::inbox::port::waiting::{LEASE_END_MAX, RowLease};
 use crate::operator::COUNTED_MAX;
 use crate::time::bound::LONGEST;
 
-/// E-mails that may be leased. On SQLite each half is a query of its own, which reads only a part
-/// of the index; with `or` all pending rows would be read.
+/// E-mails that may be leased. On SQLite each of the two conditions is a query of its own, which
+/// reads only a part of the index; with `or` all pending rows would be read.
 pub(in crate::store) const DUE: &str = "\
     select e.email_id, e.unique_key, e.recipient, e.subject, e.body, e.attempts \
       from oncebox.email e {my: force index (email_due)} where \
@@ -43,7 +43,8 @@ const SETTLE: &str = "update oncebox.email set state = :state, lease = null, due
 const PENDING: &str = "select count(*) from (select 1 from oncebox.email where state = 'pending' and due_at is not null \
     {pg: order by due_at} limit :max) e";
 
-/// Rows that were settled longest ago, with or without their content.
+/// Rows that were settled longest ago: with `:content` those to blank, which were sent, and without
+/// it those to delete, which are blank already.
 pub(in crate::store) const OLD: &str = "{pg: /* planned anew */ }select email_id from oncebox.email {my: force index (email_settled)} \
     where {pg lite: state <> 'pending' and} has_content = :content and settled_at <= {now} - {span :kept} \
       and (not :content or state = 'sent') \
@@ -59,7 +60,7 @@ pub(in crate::store) const BLANK: &str = concat!(
 pub(in crate::store) const FORGET: &str = "{pg: /* planned anew */ }delete {my: e} from \
     {each email e ints email_id :rows primary} and e.state <> 'pending' and e.has_content = false";
 
-/// Changes a page of the rows that were settled this long ago; returns how many.
+/// Changes a page of the rows that were settled at least this long ago; returns how many.
 async fn change_old(
     store: &dyn SqlStore,
     (content, change): (bool, &'static str),

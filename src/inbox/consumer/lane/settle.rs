@@ -1,7 +1,7 @@
 //! Stores a message that is not handled now: to be tried at its due time, behind an older message
 //! of the same key, or dead. Its inbox row is inserted in the same transaction (R24), so that a
 //! redelivery is seen as a duplicate. (Where a handler committed the inbox row by itself, it is
-//! there already.)
+//! there already; a message that is too old or from the future gets none.)
 
 use std::sync::Arc;
 
@@ -60,7 +60,8 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
 }
 
 /// Logs how the message was stored, and returns its outcome. `None` is a message whose inbox row
-/// was there already: another process finished it meanwhile.
+/// was there already: another process finished it meanwhile, or an earlier try of this one, whose
+/// commit was not answered.
 fn say(lane: &Lane, stored: Option<&Parked>) -> DeliveryOutcome {
     let consumer = &lane.shared.options.name;
     let Some(parked) = stored else { return DeliveryOutcome::Duplicate };
@@ -140,8 +141,8 @@ fn without_content(parked: Parked, why: &str, holds: bool) -> Parked {
 }
 
 /// Stores as dead a message whose handler committed its transaction, and with it the inbox row;
-/// tries until that works or the grace of a stop is over. It is never acknowledged as a duplicate
-/// (R23).
+/// tries until that works or the grace of a stop is over (R23). If the grace ends first, the log
+/// line of [`Unstored`] is all that is left: a redelivery is a duplicate.
 pub(super) async fn transaction_ended(lane: &mut Lane, item: Item) {
     let shared = Arc::clone(&lane.shared);
     let why = "its task was ended before the database answered".to_owned();

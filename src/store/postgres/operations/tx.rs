@@ -47,7 +47,7 @@ impl Held {
     }
 
     /// Runs the statement `first`, sets the savepoint, and reads the id of the transaction, all in
-    /// one message.
+    /// one message. `first` is empty or ends with `;`.
     pub(in crate::store::postgres) async fn hold(&mut self, first: &str) -> Result<(), StoreError> {
         let hold = format!("{first}savepoint {}; select pg_current_xact_id()::text", self.savepoint);
         self.token = raw_sql(AssertSqlSafe(hold)).one(&mut self.tx).await?.try_get(0)?;
@@ -91,7 +91,7 @@ impl Held {
 /// refused, the transaction is ended before this returns.
 ///
 /// The savepoint is sent in one message with BEGIN, so it stands before the claim. A rollback to it
-/// takes the claim back too, and the caller must claim again.
+/// takes the claim back too, so `undo_effects` claims again.
 pub(super) async fn begin(
     store: &PostgresStore,
     claim: &KeyClaim,
@@ -133,7 +133,7 @@ pub(in crate::store::postgres) async fn staked(
     staked_in(store.pool.begin(BEGIN).await?, claim, basis, owned).await
 }
 
-/// Locks the record. Returns no row where another transaction has locked it.
+/// Locks the record. Returns no row where another transaction has locked it, or it is gone.
 const LOCK_FREE: &str = "select epoch from oncebox.idempotency_request where key_digest = :digest {lock free}";
 
 async fn staked_in(
@@ -189,7 +189,7 @@ impl OperationTx for PostgresOperationTx {
         // claimed.
         match stake(&mut self.held.tx, &self.claim, self.renewal.clone(), &self.owned).await? {
             Some(token) if token == self.held.token => Ok(Proof::Same),
-            _ => Err(StoreError::Busy(sqlx::Error::Protocol("another transaction has claimed the key".into()))),
+            _ => Err(StoreError::Busy(sqlx::Error::Protocol("the key could not be claimed again".into()))),
         }
     }
 
