@@ -318,12 +318,7 @@ async fn o9_an_effect_whose_query_cannot_be_made_is_left_to_a_person_in_the_end<
     plan.settings.attempts_max = 3;
     let told = Scripted::default().answers(Answer::NoAnswer);
     let service = Service::start(&store, &plan, WithoutQuery(told.clone())).await;
-    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
-    let worker = service.recover();
-    let parked = service.is_parked().await;
-    worker.stop().await;
-    let operation = service.operation().await;
-    assert_eq!((parked.as_str(), operation.stage, operation.attempts), ("attempts-used-up", Stage::Unknown, 3));
+    service.uses_up_three_attempts().await;
     assert_eq!(told.arrived().len(), 1);
 }
 

@@ -516,6 +516,17 @@ impl<S: Rows> Service<S> {
         eventually("it is parked", SOON, || async { self.operation().await.parked }).await
     }
 
+    /// Asks once, and lets a worker recover until the three attempts of the plan are used up. Then
+    /// it is left to an operator, as unknown.
+    pub(crate) async fn uses_up_three_attempts(&self) {
+        assert_eq!(code(&self.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
+        let worker = self.recover();
+        let parked = self.is_parked().await;
+        worker.stop().await;
+        let operation = self.operation().await;
+        assert_eq!((parked.as_str(), operation.stage, operation.attempts), ("attempts-used-up", Stage::Unknown, 3));
+    }
+
     pub(crate) async fn payments(&self, state: &str) -> i64 {
         self.store.number(&format!("select count(*) from payment where state = '{state}'")).await
     }

@@ -162,12 +162,7 @@ async fn o9_attempts_never_turn_unknown_into_failed<S: Rows>(store: S) {
     plan.settings.attempts_max = 3;
     plan.settings.calls_per_drive = 1;
     let service = Service::start(&store, &plan, told.clone()).await;
-    assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
-    let worker = service.recover();
-    let parked = service.is_parked().await;
-    worker.stop().await;
-    let operation = service.operation().await;
-    assert_eq!((parked.as_str(), operation.stage, operation.attempts), ("attempts-used-up", Stage::Unknown, 3));
+    service.uses_up_three_attempts().await;
     assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::OutcomeUnknown));
     assert_eq!(service.payments("pending").await, 1);
 }
