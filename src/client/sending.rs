@@ -318,8 +318,8 @@ mod tests {
     use super::*;
     use crate::time::breaker::BreakerOptions;
 
-    /// Answers each attempt with 503 and a pause of one second, counts the attempts, and tells of
-    /// them.
+    /// Answers each attempt with 503 and a pause of one second. It counts the attempts, and
+    /// notifies a waiting task of each.
     struct Busy<'a>(usize, &'a Notify);
 
     impl Transport for Busy<'_> {

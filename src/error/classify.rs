@@ -179,8 +179,8 @@ pub(crate) fn is_commit_undone(error: &sqlx::Error) -> bool {
     matches!(code_of(error), Some(Code::Sqlite(code)) if matches!(code & 0xff, 8 | 13)) // READONLY, FULL
 }
 
-/// Whether the server takes no writes, as one that was a primary before a failover, or the file
-/// none.
+/// Whether the database takes no writes: a server that was the primary before a failover, or a
+/// SQLite file that can only be read.
 pub(crate) fn is_read_only(error: &sqlx::Error) -> bool {
     match code_of(error) {
         Some(Code::Sqlite(code)) => code & 0xff == 8,

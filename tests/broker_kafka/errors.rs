@@ -120,8 +120,8 @@ async fn a_broker_that_is_away_blocks_and_is_no_failure() {
     publisher.close().await;
 }
 
-/// Shown to fail without the client's log of metadata: the broker counted as away until the
-/// publisher sent something.
+/// Shown to fail without the client's log of metadata: until the publisher sent something, the
+/// broker counted as away.
 #[tokio::test]
 async fn a_broker_that_was_away_is_back_also_for_a_publisher_that_sends_nothing() {
     let (mock, broker) = mock("t");

@@ -176,8 +176,8 @@ async fn an_e_mail_that_the_server_accepted_is_sent_whatever_becomes_of_the_good
     assert_eq!(world.store.texts(states).await, ["sent 1", "sent 1"]);
 }
 
-/// Shown by: the stream as it is (the answer could not be read, and the e-mail was possibly sent
-/// five times).
+/// Shown by: the stream as it is. The answer could not be read, and the e-mail was possibly sent
+/// five times.
 #[tokio::test]
 async fn an_e_mail_is_sent_whatever_bytes_the_answer_has() {
     let world = sqlite().await;

@@ -545,8 +545,8 @@ impl Member {
     }
 }
 
-/// One write transaction: commits offsets, releases leases, then sends a heartbeat or leaves the
-/// group.
+/// One write transaction. It commits offsets and releases leases. Then it sends a heartbeat, or
+/// leaves the group.
 async fn write(
     log: &Log,
     connection: &mut LogConnection,

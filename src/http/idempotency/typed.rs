@@ -144,8 +144,8 @@ impl<S: Keys, C: JsonCommand> TypedOperation<S, C> {
     ///
     /// The path parameters and the query are part of the fingerprint where the whole [`Taken`] is
     /// the command, as in [`Self::serve`]. A phased operation runs `taken.scoped.command` alone,
-    /// and its phases see nothing else: write what they need of the path into the command, and
-    /// into its fingerprint.
+    /// and its phases see nothing else. Write what they need of the path into the command and its
+    /// fingerprint.
     ///
     /// # Errors
     /// The response to give to the client.

@@ -210,8 +210,8 @@ impl Edge {
         }
     }
 
-    /// Reads the record once no transaction is changing it. Retries a few times if one holds its
-    /// lock for long.
+    /// Reads the record once no transaction is changing it. If one holds its lock for long, retries
+    /// the read a few times.
     async fn settled(&self) -> Result<Look, StoreError> {
         let mut pause = AGAIN;
         loop {

@@ -112,8 +112,8 @@ pub(super) struct Driver {
     /// The effect whose first send this driver committed with its intent and has not made yet.
     fresh: Option<&'static str>,
     came: Came,
-    /// Whether a provider answered, or can never answer: a provider that is away counts no attempt
-    /// (G10).
+    /// Whether a provider answered, or can never answer. Otherwise it is away, and the drive counts
+    /// no attempt (G10: an outage uses up no attempts).
     reached: bool,
     vain: u32,
     /// Whether a call could not even be made, for a reason on our side.

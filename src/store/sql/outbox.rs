@@ -47,8 +47,7 @@ update oncebox.shard set epoch = epoch + 1, revision = revision + 1, owner = :ow
  where shard_id = :shard";
 
 /// Takes the lease on MySQL and SQLite; its own owner gets it again at once. Returns the new fence
-/// and the cursor. Where another owner has the lease, or there is no such shard, returns the answer
-/// that says so.
+/// and the cursor, or the answer that another owner has the lease or that there is no such shard.
 pub(in crate::store) async fn take(
     store: &dyn SqlStore,
     request: &LeaseRequest,
