@@ -20,7 +20,7 @@ mod publisher;
 mod signals;
 
 pub use self::{
-    connect::{AnyBroker, open_broker, open_store, open_store_with, store_kind},
+    connect::{AnyBroker, Waits, open_broker, open_store, open_store_with, store_kind},
     consumer::{HandlersByConsumer, run_consumers_with},
     exit::AppError,
     logging::{LogFormat, say, speak, start_logging},

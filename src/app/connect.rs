@@ -26,6 +26,10 @@ use crate::time::pace::Pace;
 /// A broker of any kind, behind its trait.
 pub type AnyBroker = Arc<dyn Broker>;
 
+/// The stop and the health of a program that waits for a server that is away; `None` where that is
+/// an error at once.
+pub type Waits<'a> = Option<(&'a CancellationToken, &'a Health)>;
+
 /// The kind of store of a URL: `postgres`, `mysql` or `sqlite`.
 pub fn store_kind(url: &str) -> Result<&'static str, AppError> {
     match url.split_once(':').map(|(scheme, _)| scheme) {
@@ -82,15 +86,11 @@ macro_rules! with_store {
     }};
 }
 
-/// Connects to the database. With `waits`, it waits for a server that is away and shows that in the
-/// health; without, that is an error at once.
+/// Connects to the database.
 ///
 /// # Errors
 /// An error that a person must repair, or the stop came first.
-pub async fn open_store<S: Store>(
-    settings: &Settings,
-    waits: Option<(&CancellationToken, &Health)>,
-) -> Result<S, AppError> {
+pub async fn open_store<S: Store>(settings: &Settings, waits: Waits<'_>) -> Result<S, AppError> {
     open_store_with(settings, |_| (), waits).await
 }
 
@@ -98,7 +98,7 @@ pub async fn open_store<S: Store>(
 pub async fn open_store_with<S: Store>(
     settings: &Settings,
     change: impl FnOnce(&mut StoreOptions),
-    waits: Option<(&CancellationToken, &Health)>,
+    waits: Waits<'_>,
 ) -> Result<S, AppError> {
     let mut options = settings.database.options().map_err(AppError::usage)?;
     change(&mut options);
@@ -111,19 +111,9 @@ pub async fn open_store_with<S: Store>(
     }
     exists("database.ca_file", options.ca_file.as_deref())?;
     let name = redact(&options.url);
-    let nobody = (&CancellationToken::new(), &Health::default());
-    let (stop, health) = waits.unwrap_or(nobody);
-    let mut wait = Wait::new("database", health, stop);
+    let mut wait = Wait::new("database", waits);
     loop {
-        let connected = async {
-            let store = S::connect(&options).await?;
-            // SQLite opens its file with the first statement.
-            if waits.is_some() {
-                store.schema().await?;
-            }
-            Ok::<_, StoreError>(store)
-        };
-        match wait.answer(&name, connected).await? {
+        match wait.answer(&name, S::connect(&options)).await? {
             Ok(store) => return Ok(store),
             Err(error) if error.is_untrusted() => return Err(AppError::not_ready(format!("{name}: {error}"))),
             Err(error) if waits.is_some() && error.is_transient() => wait.on(&format!("{name}: {error}")).await?,
@@ -136,17 +126,19 @@ pub async fn open_store_with<S: Store>(
 
 /// Waits for a server that is away: with a backoff, shown in the health, until a stop.
 #[derive(Debug)]
-pub(super) struct Wait<'a> {
+pub(super) struct Wait {
     part: &'static str,
-    health: &'a Health,
+    health: Health,
     stop: CancellationToken,
     pace: Pace,
 }
 
-impl<'a> Wait<'a> {
-    pub(super) fn new(part: &'static str, health: &'a Health, stop: &CancellationToken) -> Self {
+impl Wait {
+    /// Without `waits`, nobody sees the health, and no stop comes.
+    pub(super) fn new(part: &'static str, waits: Waits<'_>) -> Self {
+        let (stop, health) = waits.map_or_else(Default::default, |(stop, health)| (stop.clone(), health.clone()));
         health.set(part, PartState::Starting);
-        Self { part, health, stop: stop.clone(), pace: Pace::new(Duration::from_millis(200), Duration::from_secs(5)) }
+        Self { part, health, stop, pace: Pace::new(Duration::from_millis(200), Duration::from_secs(5)) }
     }
 
     /// Asks until the server is there, and returns its answer, or the first error that does not say
@@ -194,7 +186,7 @@ impl<'a> Wait<'a> {
 }
 
 /// The wait is over or given up; the parts that use the server report their own health.
-impl Drop for Wait<'_> {
+impl Drop for Wait {
     fn drop(&mut self) {
         self.health.done(self.part);
     }
@@ -205,15 +197,12 @@ impl Drop for Wait<'_> {
 ///
 /// # Errors
 /// An unknown scheme, a missing feature (with its name), or a setting that breaks a promise.
-pub fn open_broker<'a>(
-    settings: &'a Settings,
-    waits: Option<(&'a CancellationToken, &'a Health)>,
-) -> BoxFuture<'a, Result<AnyBroker, AppError>> {
+pub fn open_broker<'a>(settings: &'a Settings, waits: Waits<'a>) -> BoxFuture<'a, Result<AnyBroker, AppError>> {
     // Boxed, so that this code is compiled with the library and not again in each program.
     Box::pin(open_named(settings, waits))
 }
 
-async fn open_named(settings: &Settings, waits: Option<(&CancellationToken, &Health)>) -> Result<AnyBroker, AppError> {
+async fn open_named(settings: &Settings, waits: Waits<'_>) -> Result<AnyBroker, AppError> {
     let url = settings.broker.url.0.as_str();
     let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
     exists("broker.ca_file", settings.broker.ca_file.as_deref())?;
@@ -312,7 +301,7 @@ impl From<&Settings> for RabbitConfig {
 }
 
 #[cfg(feature = "embedded")]
-async fn embedded(settings: &Settings, waits: Option<(&CancellationToken, &Health)>) -> Result<AnyBroker, AppError> {
+async fn embedded(settings: &Settings, waits: Waits<'_>) -> Result<AnyBroker, AppError> {
     use crate::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
 
     let from = &settings.broker.embedded;
@@ -323,11 +312,8 @@ async fn embedded(settings: &Settings, waits: Option<(&CancellationToken, &Healt
     config.session_timeout = from.session_timeout;
     config.retention = from.retention;
     config.validate().map_err(wrong_setting)?;
-    let nobody = (&CancellationToken::new(), &Health::default());
-    let (stop, health) = waits.unwrap_or(nobody);
     let is_away = |error: &BrokerError| waits.is_some() && matches!(error, BrokerError::Unavailable(_));
     let name = redact(&settings.broker.url.0);
-    let opened =
-        Wait::new("broker", health, stop).until(&name, is_away, || EmbeddedBroker::open(config.clone())).await?;
+    let opened = Wait::new("broker", waits).until(&name, is_away, || EmbeddedBroker::open(config.clone())).await?;
     Ok(Arc::new(opened))
 }

@@ -230,7 +230,7 @@ impl Run<'_> {
             store.handler_timeout = timeout;
         };
         let store: S = open_store_with(self.settings, with_lanes, waits).await?;
-        ready(&store, self.settings, &self.stop, &self.health).await?;
+        ready(&store, self.settings, waits).await?;
         let duties = store.clone().into_duties();
         let mut ready_to_run = Vec::new();
         for (settings, options) in options {
@@ -284,7 +284,7 @@ impl Run<'_> {
                 settings.name
             )));
         }
-        let mut wait = Wait::new("database", &self.health, &self.stop);
+        let mut wait = Wait::new("database", Some((&self.stop, &self.health)));
         for on in &settings.on {
             if on.handler != "sql" {
                 return Err(AppError::usage(format!(

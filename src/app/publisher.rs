@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::beside::Beside;
 use super::config::Settings;
-use super::connect::{AnyBroker, Wait, open_broker, open_store};
+use super::connect::{AnyBroker, Wait, Waits, open_broker, open_store};
 use super::exit::AppError;
 use crate::error::{BrokerError, StoreError, redact};
 use crate::observe::{Health, Severity};
@@ -38,7 +38,7 @@ pub(crate) async fn run_publisher(
     let waits = Some((&stop, &health));
     let broker = open_broker(settings, waits).await?;
     crate::with_store!(settings, waits, |store| {
-        ready(&store, settings, &stop, &health).await?;
+        ready(&store, settings, waits).await?;
         let relayed =
             relay_all(store.clone().into_duties(), broker, settings, until_empty, health.clone(), stop.clone()).await;
         close(&store).await;
@@ -69,7 +69,7 @@ where
     let waits = Some((&stop, &health));
     let broker = open_broker(settings, waits).await?;
     let store: S = open_store(settings, waits).await?;
-    ready(&store, settings, &stop, &health).await?;
+    ready(&store, settings, waits).await?;
     let recovery = Recovery::new(&operations(store.clone()).await?, RecoveryOptions::default(), health.clone());
     // The end of one of the two, even by a panic, ends the other.
     let both = stop.child_token();
@@ -104,7 +104,7 @@ fn relay_all(
         let all = stop.child_token();
         // Begun before the waits: the alerts must see what is pending while a server is away.
         let mut beside = Beside::start(Arc::clone(&store), &broker, settings, &all);
-        let shards = match shards(&store, &broker, settings, &health, &all).await {
+        let shards = match shards(&store, &broker, settings, Some((&all, &health))).await {
             Ok(shards) => shards,
             // If the first look at the broker ended the wait, its error says why.
             Err(error) => return beside.end().await.and(Err(error)),
@@ -162,25 +162,19 @@ async fn shards(
     store: &Arc<dyn Duties>,
     broker: &AnyBroker,
     settings: &Settings,
-    health: &Health,
-    stop: &CancellationToken,
+    waits: Waits<'_>,
 ) -> Result<Vec<i32>, AppError> {
     let is_away = |error: &BrokerError| !matches!(error, BrokerError::Refused(_) | BrokerError::Untrusted(_));
     let name = redact(&settings.broker.url.0);
-    Wait::new("broker", health, stop).until(&name, is_away, || broker.declare(&[])).await?;
+    Wait::new("broker", waits).until(&name, is_away, || broker.declare(&[])).await?;
     let (name, is_away) = (redact(&settings.database.url.0), StoreError::is_transient);
-    Wait::new("database", health, stop).until(&name, is_away, || store.shards()).await
+    Wait::new("database", waits).until(&name, is_away, || store.shards()).await
 }
 
 /// Checks the schema and everything that the promises rely on. Waits for a database that is away.
-pub(super) async fn ready<S: Store>(
-    store: &S,
-    settings: &Settings,
-    stop: &CancellationToken,
-    health: &Health,
-) -> Result<(), AppError> {
+pub(super) async fn ready<S: Store>(store: &S, settings: &Settings, waits: Waits<'_>) -> Result<(), AppError> {
     let name = redact(&settings.database.url.0);
-    let mut wait = Wait::new("database", health, stop);
+    let mut wait = Wait::new("database", waits);
     let findings = loop {
         let looked = async {
             store.schema().await?.require()?;

@@ -22,8 +22,8 @@ pub trait Base: Clone + Debug + Send + Sync + 'static {
     /// then run one handler at a time, and for a shorter time, unless their options say otherwise.
     const HAS_ONE_WRITER: bool = false;
 
-    /// Connects once, so that errors show at once, and makes the pool. SQLite only checks the URL:
-    /// its file is opened with the first statement. Never migrates.
+    /// Connects once, so that errors show at once, and makes the pool. A file of SQLite that is not
+    /// there is made, or missed, by the first statement. Never migrates.
     ///
     /// # Errors
     /// [`StoreError::Refused`] where the URL cannot be used, [`StoreError::Unavailable`] where the

@@ -178,6 +178,9 @@ impl Base for SqliteStore {
                 })
             })
             .connect_lazy_with(connect_options);
+        if path.exists() {
+            pool.acquire().await?;
+        }
         let turn = OnceLock::new();
         Ok(Self { shared: Arc::new(Database { pool, path, create: options.create, turn, opened }) })
     }
