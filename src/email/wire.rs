@@ -26,8 +26,9 @@ use tokio::net::{TcpStream, lookup_host};
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
-/// How long a connect to one address may take. It leaves time to try the next address.
-const CONNECTING: Duration = Duration::from_secs(6);
+/// How long an address of a host may take to answer EHLO while another one is left to try. It is
+/// longer than the six seconds that some servers wait before they greet.
+const ONE_ADDRESS: Duration = Duration::from_secs(7);
 /// The longest answer that is read before TLS, with all its lines.
 const ANSWER_MAX: u64 = 64 << 10;
 
@@ -52,13 +53,45 @@ pub(super) fn public_roots() -> Result<Arc<ClientConfig>, rustls::Error> {
     Ok(Arc::new(config.with_root_certificates(roots).with_no_client_auth()))
 }
 
-/// Connects up to the answer to EHLO, in the security that is asked for.
+/// Connects to the first address of the host that serves us, up to the answer to EHLO, in the
+/// security that is asked for.
 pub(super) async fn connect(
     (host, port): (&str, u16),
     tls: &Tls,
     hello_name: &ClientId,
 ) -> Result<AsyncSmtpConnection, String> {
-    let mut socket = connect_tcp(host, port).await.map_err(|error| format!("no connection: {error}"))?;
+    let addresses = lookup_host((host, port)).await.map_err(|error| format!("no connection: {error}"))?;
+    connect_one(&addresses.collect::<Vec<_>>(), host, tls, hello_name).await
+}
+
+/// An address that accepts and is silent costs a few seconds, and the next one is tried. The last
+/// one may take all the time of the attempt.
+async fn connect_one(
+    addresses: &[SocketAddr],
+    host: &str,
+    tls: &Tls,
+    hello_name: &ClientId,
+) -> Result<AsyncSmtpConnection, String> {
+    let mut errors = Vec::new();
+    for (at, address) in addresses.iter().enumerate() {
+        let limit = if at + 1 < addresses.len() { ONE_ADDRESS } else { Duration::MAX };
+        let error = match timeout(limit, connect_to(*address, host, tls, hello_name)).await {
+            Ok(Ok(connection)) => return Ok(connection),
+            Ok(Err(error)) => error,
+            Err(_) => format!("no answer within {} s", limit.as_secs()),
+        };
+        errors.push(format!("{address}: {error}"));
+    }
+    Err(if errors.is_empty() { "the host's name has no address".to_owned() } else { errors.join("; ") })
+}
+
+async fn connect_to(
+    address: SocketAddr,
+    host: &str,
+    tls: &Tls,
+    hello_name: &ClientId,
+) -> Result<AsyncSmtpConnection, String> {
+    let mut socket = TcpStream::connect(address).await.map_err(|error| format!("no connection: {error}"))?;
     let (config, greeting) = match tls {
         Tls::Never => (None, NONE),
         Tls::Wrapper(config) => (Some(config), NONE),
@@ -71,28 +104,16 @@ pub(super) async fn connect(
             (offered.then_some(config), GREETING)
         }
     };
-    let peer = socket.peer_addr().map_err(|error| format!("no connection: {error}"))?;
     let stream: Box<dyn AsyncTokioStream> = match config {
-        None => Box::new(Wire { before: greeting, stream: socket, peer }),
+        None => Box::new(Wire { before: greeting, stream: socket, peer: address }),
         Some(config) => {
             let name = ServerName::try_from(host.to_owned()).map_err(|error| format!("no TLS: {error}"))?;
             let stream = TlsConnector::from(Arc::clone(config)).connect(name, socket).await;
-            Box::new(Wire { before: greeting, stream: stream.map_err(|error| format!("no TLS: {error}"))?, peer })
+            let stream = stream.map_err(|error| format!("no TLS: {error}"))?;
+            Box::new(Wire { before: greeting, stream, peer: address })
         }
     };
     AsyncSmtpConnection::connect_with_transport(stream, hello_name).await.map_err(|error| error.to_string())
-}
-
-async fn connect_tcp(host: &str, port: u16) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the host's name has no address");
-    for address in lookup_host((host, port)).await? {
-        match timeout(CONNECTING, TcpStream::connect(address)).await {
-            Ok(Ok(socket)) => return Ok(socket),
-            Ok(Err(error)) => last = error,
-            Err(_) => last = io::ErrorKind::TimedOut.into(),
-        }
-    }
-    Err(last)
 }
 
 /// Speaks in plain text up to the answer to STARTTLS, or to EHLO where the server does not offer
@@ -190,5 +211,34 @@ where
 {
     fn peer_addr(&self) -> io::Result<SocketAddr> {
         Ok(self.peer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+
+    use tokio::net::TcpListener;
+
+    use super::*;
+
+    /// Shown by: trying the next address only where the connect itself fails. The e-mails of a host
+    /// then wait for its first address, which accepts connections and is silent.
+    #[tokio::test]
+    async fn an_address_that_is_silent_stops_no_e_mail_that_another_one_takes() {
+        let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let closed = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let serves = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addresses = [&closed, &silent, &serves].map(|listener| listener.local_addr().unwrap());
+        drop(closed);
+        tokio::spawn(async move {
+            let mut socket = BufReader::new(serves.accept().await.unwrap().0);
+            socket.write_all(b"220 test\r\n").await.unwrap();
+            socket.read_line(&mut String::new()).await.unwrap();
+            socket.write_all(b"250 test\r\n").await.unwrap();
+            socket.read_line(&mut String::new()).await
+        });
+        let hello = ClientId::Domain("shop.example".to_owned());
+        connect_one(&addresses, "mail.example", &Tls::Never, &hello).await.map(drop).unwrap();
     }
 }
