@@ -1,10 +1,10 @@
 //! Phased operations: phases in transactions of their own, with calls of providers between them (O5
 //! to O9, O13, O22; M52, M53, M78 to M83).
 //!
-//! A phase is a transaction that ends at a recovery point or with the intent to call a provider.
-//! The engine commits the bytes that it will send, sends them, stores every answer as evidence,
-//! decides from the evidence, and runs the next phase. After a crash at any point, a worker or the
-//! repeated request continues the operation from its last commit.
+//! A phase is a transaction that ends at a recovery point, with the intent to call a provider, or
+//! with the outcome. The engine commits the bytes that it will send, sends them, stores what the
+//! answers prove as evidence, decides from the evidence, and runs the next phase. After a crash at
+//! any point, a worker or the repeated request continues the operation from its last commit.
 //!
 //! | file | holds |
 //! |---|---|

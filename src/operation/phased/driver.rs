@@ -2,8 +2,8 @@
 //! (M53, M80, O5 to O9).
 //!
 //! The driver reads the state of the operation, does one step, and reads again. Between steps it
-//! remembers only which send it has just begun, so a driver that takes over an operation does the
-//! same as the driver before it.
+//! remembers only facts of its own drive: the send that it has just begun, and its calls in vain.
+//! So a driver that takes over an operation does the same as the driver before it.
 //!
 //! Promises:
 //!
@@ -59,10 +59,10 @@ enum Asks {
     First,
 }
 
-/// The reason to park an operation whose first phase may not be committed as a whole.
+/// The reason to park an operation whose handler ended the transaction of the first phase.
 pub(super) const FIRST_ENDED: &str = "first-phase-ended-its-transaction";
 
-/// How often a phase runs again after a transient error of the database (R27).
+/// How often a phase, or another step, runs again after transient errors of the database (R27).
 pub(super) const TRIES: u32 = 5;
 
 pub(super) fn before_try(number: u32) -> Duration {
@@ -112,8 +112,8 @@ pub(super) struct Driver {
     /// The effect whose first send this driver committed with its intent and has not made yet.
     fresh: Option<&'static str>,
     came: Came,
-    /// Whether a provider answered, or can never answer. Otherwise it is away, and the drive counts
-    /// no attempt (G10: an outage uses up no attempts).
+    /// Whether a provider answered, may have taken a send, or can never answer. Otherwise it is
+    /// away, and the drive counts no attempt (G10: an outage uses up no attempts).
     reached: bool,
     vain: u32,
     /// Whether a call could not even be made, for a reason on our side.
@@ -258,8 +258,7 @@ impl Driver {
                 // the phase runs.
                 None if stored.intents.iter().all(|intent| intent.outcome.is_some()) => {
                     match flow.local(&stored.point) {
-                        // No effect was intended: a local phase failed and the operation was
-                        // released.
+                        // No effect was intended: the operation was parked at a local phase.
                         Some(_) if stored.intents.is_empty() => self.local(flow, stored).await,
                         _ => self.settled(flow, stored).await,
                     }

@@ -104,7 +104,8 @@ impl<P: Provider> Effect<P> {
         Undo(self)
     }
 
-    /// Returns the intent to send this request. The bytes are made here, once (O5).
+    /// Returns the intent to send this request. The bytes are made here; the phase commits them
+    /// with the intent (O5).
     ///
     /// # Errors
     /// The request cannot be written.
@@ -183,7 +184,8 @@ impl Settlements {
         self.0.get(effect).map(|(settlement, _)| settlement)
     }
 
-    /// What the adapter recorded of the answer that settled the effect.
+    /// What the adapter recorded of the answer that settled the effect, or what the operator wrote
+    /// who settled it.
     #[must_use]
     pub fn saw(&self, effect: &str) -> Option<&str> {
         self.0.get(effect).map(|(_, saw)| saw.as_str())

@@ -6,8 +6,8 @@
 //!
 //! * The e-mail is composed once, with its Date and a Message-ID that is derived from the key of
 //!   the effect. It is committed before the first send.
-//! * A 5xx about the e-mail is a refusal if it answers the only attempt that can have arrived;
-//!   after a later attempt it proves nothing.
+//! * A 5xx about the e-mail is a refusal if it answers the only attempt that can have arrived. If
+//!   another attempt can have arrived, it proves nothing.
 //! * A 4xx, a 5xx about us (at the greeting, the credentials or our address), and a connection that
 //!   ends before the text of the e-mail prove that this attempt did not arrive. It is not counted,
 //!   and the e-mail is tried again after a pause.

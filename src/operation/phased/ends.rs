@@ -1,8 +1,9 @@
 //! How a phase may end; the types allow nothing else (O13).
 //!
-//! A phase before the first intent may refuse, ask for a retry, or leave no trace. After the first
-//! intent is committed it may not, because the answer of a phase does not undo what a provider has
-//! done. An error or a panic there makes the operation UNKNOWN, and recovery continues it.
+//! A phase before the first intent may refuse or ask for a retry; the first phase may also leave no
+//! trace. After the first intent is committed a phase may not, because its answer does not undo
+//! what a provider has done. An error or a panic there makes the operation UNKNOWN, and recovery
+//! continues it.
 //!
 //! ```compile_fail,E0599
 //! use oncebox::operation::Reply;
@@ -107,7 +108,7 @@ pub enum Local {
         /// The code of the refusal, stored with the outcome.
         code: Option<String>,
     },
-    /// Nothing happened in this phase; it runs again later.
+    /// Nothing happened in this phase; it runs again later, as after an error.
     Retryable,
 }
 
@@ -122,7 +123,7 @@ pub enum Settled {
     Compensate(Compensation),
     /// The operation succeeded; this is its answer.
     Response(Reply),
-    /// The operation failed, and none of its effects stands.
+    /// The operation failed, and none of its effects stands but those declared repeatable.
     Failure {
         /// The proof of that: a failed effect, or an effect that was undone.
         proof: Proven,

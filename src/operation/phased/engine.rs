@@ -78,10 +78,11 @@ impl PhasedEngine {
         self.stop.cancel();
     }
 
-    /// Runs an operation for a request, and waits for its outcome for at most `budget`. After that
-    /// it answers 202 or 409 `IDEMPOTENCY_RECOVERY_PENDING`, and the operation continues. `permit`
-    /// is that of the command's body in the engine's memory budget (`body_memory_max`), if it has
-    /// one: it is returned when neither this request nor its driver needs the command.
+    /// Runs an operation for a request, and waits for its outcome until `budget` is over. The first
+    /// phase is waited for to its end, however long it takes. After that it answers 202 or 409
+    /// `IDEMPOTENCY_RECOVERY_PENDING`, and the operation continues. `permit` is that of the
+    /// command's body in the engine's memory budget (`body_memory_max`), if it has one: it is
+    /// returned when neither this request nor its driver needs the command.
     ///
     /// # Cancel safety
     /// Dropped before the first phase has begun: nothing happened. Dropped later: the operation
@@ -192,7 +193,7 @@ impl PhasedEngine {
         }
     }
 
-    /// The answer to the first request of an operation that is stored, or continues without it.
+    /// The answer to the first request of an operation: what is stored of it by now.
     async fn stands(&self, front: &mut Front, operation_id: Uuid) -> Answered {
         front.look_again();
         match front.turn().await {

@@ -1,8 +1,8 @@
 //! A phased operation as it is registered: its name, version, command, phases and effects (O22).
 //!
-//! `build` checks that every point and effect has one name, that something can be repeated within
-//! each window (O6), and that an effect to be undone exists. Registration checks that calls fit
-//! into the lease (O5). An operation that could not be recovered is never started.
+//! `build` checks that no two points or effects have one name, that something can be repeated
+//! within each window (O6), and that an effect to be undone exists. Registration checks that calls
+//! fit into the lease (O5). An operation that could not be recovered is never started.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -168,7 +168,8 @@ impl<S: Base, C: Send + Sync + 'static> FlowBuilder<S, C> {
     /// Checks the flow and returns it.
     ///
     /// # Errors
-    /// The flow could not be recovered.
+    /// Two points or effects have one name; in a window nothing can be sent again, or the window's
+    /// `max_in_flight` is shorter than the timeout; an effect undoes one that is not in the flow.
     pub fn build(self) -> Result<Flow<S>, Invalid> {
         let Self { flow, mut points, .. } = self;
         let name = flow.name;

@@ -20,7 +20,7 @@ use crate::time::lease::Lease;
 use crate::time::pace::sleep_unless;
 use crate::time::since::Since;
 
-/// A lease that is renewed until this value is dropped.
+/// A lease that is renewed until it is lost, the operation is left, or this value is dropped.
 #[derive(Debug)]
 pub(super) struct Hold {
     shared: Arc<HeldLease>,

@@ -35,7 +35,7 @@ pub(super) enum Opened {
     Refused(Box<Begin>),
     /// The operation ended here, with a stored outcome or with nothing stored.
     Replied(Reply),
-    /// The answer of the commit was lost, and the record exists: read it.
+    /// The handler ended the transaction, and the record has its outcome: read it.
     Look,
     /// The engine answers with this code.
     Problem(Code),

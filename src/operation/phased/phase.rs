@@ -35,7 +35,8 @@ pub trait FirstPhase<S: Base, C>: Send + Sync + 'static {
 /// A later phase before the first intent.
 #[async_trait]
 pub trait LocalPhase<S: Base, C>: Send + Sync + 'static {
-    /// Runs the phase. An error rolls this phase back, and it runs again.
+    /// Runs the phase. An error rolls this phase back, and it runs again. The operation is parked
+    /// after a terminal error, or when its attempts are used up.
     async fn run(&self, phase: &mut Phase<'_, S>, command: &C) -> Result<Local, HandlerError>;
 }
 
@@ -43,7 +44,7 @@ pub trait LocalPhase<S: Base, C>: Send + Sync + 'static {
 #[async_trait]
 pub trait SettledPhase<S: Base, C>: Send + Sync + 'static {
     /// Runs the phase. An error rolls this phase back; the operation is UNKNOWN until the phase
-    /// succeeds.
+    /// succeeds. It is parked as after an error of a [`LocalPhase`].
     async fn run(&self, phase: &mut Phase<'_, S>, command: &C, settled: &Settlements) -> Result<Settled, HandlerError>;
 }
 

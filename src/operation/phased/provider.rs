@@ -3,8 +3,8 @@
 //!
 //! Rules for an adapter (O5, O7): it sends the bytes as they are given, under the given key.
 //! Redirects and retries of a client library are off. It returns [`Answer::NotConnected`] only if
-//! not one byte of the request can have left. It lists a code as a verdict only if the provider
-//! documents that every later send gets the same code.
+//! the provider cannot act on the request: over HTTP, if not one byte of it can have left. It lists
+//! a code as a verdict only if the provider documents that every later send gets the same code.
 
 use std::fmt;
 use std::time::Duration;
@@ -31,7 +31,7 @@ pub trait Provider: fmt::Debug + Send + Sync + 'static {
     ///
     /// # Cancel safety
     /// If the future is dropped, the outcome is unknown. The driver drops it only after
-    /// [`Self::timeout`].
+    /// [`Self::timeout`], or where the driver itself is dropped.
     async fn send(&self, call: &Call<'_>) -> Sent;
 
     /// Queries whether the effect of this call exists. A provider without a query answers
@@ -43,8 +43,8 @@ pub trait Provider: fmt::Debug + Send + Sync + 'static {
 
 /// Makes the exact bytes of a request.
 pub trait Prepare<R: ?Sized>: Provider {
-    /// Returns the bytes to send; called once, before the first send (O5). `key` is that of
-    /// [`Call::key`].
+    /// Returns the bytes to send. It is called in each run of the phase that intends the effect;
+    /// every send has the bytes of the run that committed (O5). `key` is that of [`Call::key`].
     ///
     /// # Errors
     /// The request cannot be written: the phase ends with this error, and nothing is sent.
@@ -80,7 +80,8 @@ pub struct Sent {
 pub struct Asked {
     /// What the provider answered to the query, in the adapter's words.
     pub answer: QueryAnswer,
-    /// The status of the provider's answer.
+    /// The status of the provider's answer; `None` if none came. Without a status the query counts
+    /// no attempt, unless it is [`QueryAnswer::NotMade`].
     pub status: Option<u16>,
     /// What is stored as evidence and given to the next phase; see [`Sent::saw`].
     pub saw: Vec<u8>,

@@ -199,8 +199,8 @@ impl Recovery {
             if free == 0 || stop.is_cancelled() {
                 break;
             }
-            // Each flow gets a share, so that a busy one leaves room for the others. What is left
-            // goes to the next round.
+            // Each flow gets a share, so that a busy one leaves room for the others. What a flow
+            // does not use goes to those after it.
             let share = free.div_ceil(u32::try_from(count - at).unwrap_or(u32::MAX));
             let (full, more) = self.driven_of.full(self.options.per_tenant.max(1));
             let store = &self.phased.store;
@@ -220,7 +220,8 @@ impl Recovery {
         Ok(Some(worked))
     }
 
-    /// Waits for a driver that ended, a request that brings work, or the next search.
+    /// Returns at once if something was due and there is room. Otherwise waits for room, or for the
+    /// next search, or until proof made a parked operation due.
     async fn pause(&self, driven: &mut JoinSet<Result<Ended, StoreError>>, worked: bool, stop: &CancellationToken) {
         if worked && driven.len() < self.options.concurrency as usize {
             return;

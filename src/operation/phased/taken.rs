@@ -1,5 +1,5 @@
-//! Starts the driver of an operation that was taken over: reads what the driver needs, or records
-//! why the operation cannot be driven here.
+//! Drives an operation that was taken over: reads what the driver needs and runs it. An operation
+//! that cannot be read here is given back, and one whose record is gone is parked.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -5,12 +5,12 @@
 //!
 //! * `webhook-id`, `Idempotency-Key` and the bytes of the body are committed before the first send
 //!   and are the same in every send. Timestamp and signature are made for each send.
-//! * A 2xx ends the operation. A 4xx is a refusal if it answers the only send that can have
-//!   arrived. Redirects are not followed. All other answers, redirects among them, are tried again
-//!   while the window is open. After that the webhook is dead, which an operator sees as parked.
-//! * An endpoint that cannot be reached (name not found, refused, TLS failed) is tried again
-//!   without end. No attempt is counted, and the window does not end it; the window begins when the
-//!   webhook is accepted.
+//! * A 2xx ends the operation. A 4xx, other than 408, 409, 425 and 429, is a refusal if it answers
+//!   the only send that can have arrived. Redirects are not followed. All other answers, redirects
+//!   among them, are tried again while the window is open and attempts are left; the window begins
+//!   when the webhook is accepted. After that it is dead, which an operator sees as parked.
+//! * An endpoint that cannot be reached (name not found, refused, TLS failed) is tried again, and
+//!   no attempt is counted. As long as no send can have arrived, the window does not end that.
 //! * An endpoint that keeps failing gets no requests for a while; no attempt is counted.
 //! * Endpoints at private addresses are refused when the webhook is accepted, unless their host is
 //!   allowed. If a name resolves to a private address, or the process that sends does not allow the
@@ -98,7 +98,8 @@ pub struct WebhookOptions {
     /// Hosts that may have private addresses and may be called by `http`, written as a URL has them
     /// after parsing: in lower case, IPv6 in brackets. Default: none.
     pub allowed_hosts: BTreeSet<String>,
-    /// After how many failures an endpoint gets no requests, and for how long.
+    /// After how many failures in a row an endpoint gets no requests, and for how long. Default 5,
+    /// and 30 s.
     pub breaker: BreakerOptions,
     /// How many requests this process may send to one endpoint at a time, so that a slow endpoint
     /// leaves room for others. Default 4.
@@ -171,7 +172,8 @@ impl Webhooks {
     /// The flow of the operation that sends one webhook; `window` is the window of the receivers.
     ///
     /// # Errors
-    /// Nothing can be sent again in that window.
+    /// Nothing can be sent again in that window, or its `max_in_flight` is shorter than
+    /// [`Provider::timeout`] of this sender.
     pub fn flow<S: Base>(self, window: KeyWindow) -> Result<Flow<S>, Invalid> {
         sending::flow::<S, SendWebhook, _>("webhook", self, Strategy::Key(window), "WEBHOOK_REFUSED")
     }

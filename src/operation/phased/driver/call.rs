@@ -17,9 +17,9 @@ use crate::operation::rules::flow::Stage;
 use crate::operation::rules::provider::{Answer, KeyWindow, QueryAnswer, Settled, Verdict};
 use crate::time::pace::Pace;
 
-/// Whether a call counts as vain. Whether the answer settles the effect is checked first: a refusal
-/// settles it if it answers the only send. After several sends a refusal is no reason to send again
-/// at once, or without end.
+/// Whether a call counts as vain. A refusal does: the next step sees first whether it settles the
+/// effect, as it does if it answers the only send. After several sends it settles nothing, and is
+/// no reason to send again at once, or without end.
 fn is_vain(verdict: Verdict) -> bool {
     matches!(
         verdict,

@@ -4,9 +4,10 @@
 //! Promises:
 //!
 //! * An operation with an open effect is parked only in a transaction that finds no proof in the
-//!   evidence. A driver that stores proof later unparks it (O8).
+//!   evidence, unless the operation cannot be driven here or its evidence cannot be read or stored.
+//!   A driver that stores proof later unparks it (O8).
 //! * An operation that a request took over before it was due keeps its due time, so clients that
-//!   ask often change nothing.
+//!   ask often do not delay it.
 
 use std::time::Duration;
 
@@ -162,8 +163,9 @@ impl Driver {
         Ok(evidence::evidence(&self.phased.sealer, seen, effect.name)?.settled(sends).is_some())
     }
 
-    /// Handles a phase that failed and was rolled back: it runs again at once after a transient
-    /// error, else later; at the end the operation is parked.
+    /// Handles a phase that failed and was rolled back. After a transient error it runs again at
+    /// once, at most [`TRIES`](super::TRIES) times, else later. The operation is parked after a
+    /// terminal error, or when its attempts are used up.
     pub(super) async fn phase_failed(
         &mut self,
         stored: &StoredOperation,
