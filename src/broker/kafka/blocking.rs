@@ -59,7 +59,8 @@ pub(super) fn on_a_thread(name: &str, work: impl FnOnce() + Send + 'static) -> R
         .map_err(|error| BrokerError::Session(format!("a thread for the {name}: {error}")))
 }
 
-/// Waits until a broker answers, refuses this client, or `OPEN_DEADLINE` passes.
+/// Waits until a broker answers, refuses this client, or `OPEN_DEADLINE` passes; not so long where
+/// all brokers are away.
 pub(super) fn reach<C: ClientContext>(
     client: &Client<C>,
     reports: &Reports,
@@ -70,7 +71,7 @@ pub(super) fn reach<C: ClientContext>(
 }
 
 /// Asks for the metadata of one topic, or of all, until it is answered, the broker refuses this
-/// client, or `ASK_DEADLINE` passes.
+/// client, or `ASK_DEADLINE` passes; not so long where all brokers are away.
 pub(super) fn metadata<C: ClientContext>(
     client: &Client<C>,
     reports: &Reports,

@@ -169,7 +169,8 @@ impl Reports {
             _ => {}
         }
         match level {
-            // These lines repeat errors that librdkafka also reports to `error`, which sorts them.
+            // `FAIL` and `ERROR` repeat what librdkafka also reports to `error`, which sorts it.
+            // `CONFWARN` tells mostly that a property does nothing for this kind of client.
             _ if matches!(facility, "FAIL" | "ERROR" | "CONFWARN") => tracing::debug!(facility, line, "librdkafka"),
             RDKafkaLogLevel::Notice | RDKafkaLogLevel::Info => tracing::debug!(facility, line, "librdkafka"),
             RDKafkaLogLevel::Debug => tracing::trace!(facility, line, "librdkafka"),

@@ -34,9 +34,9 @@ const POLL: Duration = Duration::from_millis(100);
 const POLL_PAUSED: Duration = Duration::from_millis(10);
 /// How long one wait for room, starts or a drain lasts before the thread looks again.
 const BRIEF: Duration = Duration::from_millis(100);
-/// How long polling may stop for want of room, far below every session timeout. After it,
-/// partitions are paused. A pause discards what librdkafka fetched ahead, so pausing at once would
-/// make a slow consumer fetch everything several times.
+/// How long polling may stop for want of room; then partitions are paused. It is far below
+/// `max.poll.interval.ms`, after which librdkafka leaves the group. A pause discards what was
+/// fetched ahead, so pausing at once would make a slow consumer fetch everything several times.
 const STILL: Duration = Duration::from_secs(1);
 const COMMIT_EVERY: Duration = Duration::from_millis(200);
 /// How long a commit is retried while the group rebalances.
@@ -46,7 +46,8 @@ const BATCH_ROWS: usize = 500;
 const SAY_AGAIN: Duration = Duration::from_secs(30);
 /// How long the topics that may be read are read beside one that may not. Then the member joins
 /// anew, which shows whether it still may not. That is done rarely: each time the group rebalances,
-/// and what is in hand comes again. librdkafka reads the topic as soon as it may, without it.
+/// and what is in hand comes again. librdkafka itself reads the topic as soon as it may; until the
+/// member joins anew, `away` still reports it.
 const ASK_DENIED_AGAIN: Duration = Duration::from_secs(300);
 /// How often it is tried whether a record that cannot be read is away or can be read by now.
 const TRY_UNREADABLE_AGAIN: Duration = Duration::from_secs(60);
@@ -411,7 +412,8 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerSta
     // Polls, so that a rebalance can finish. What is delivered meanwhile comes again to the next
     // owner.
     commit_now(&consumer, shared, None, || drop(consumer.poll(COMMIT_AGAIN)));
-    // Leaving the group calls `revoke` on this thread.
+    // Leaving the group calls `revoke` on this thread, or on the one that still asks a question and
+    // so holds the last reference.
     shared.close();
     drop(consumer);
 }
@@ -432,7 +434,7 @@ enum Pressure {
     No,
     /// Stop polling for a moment: most often there is room soon.
     Still,
-    /// Poll with all partitions paused, so that the group still gets heartbeats.
+    /// Poll with all partitions paused, so that rebalances go on and the membership is kept.
     Paused,
 }
 

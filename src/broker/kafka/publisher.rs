@@ -75,7 +75,8 @@ struct Session {
 }
 
 impl KafkaPublisher {
-    /// Opens a session. Returns when a first message would be sent without delay.
+    /// Opens a session. Returns when a first message would be sent without delay, or when the
+    /// producer has got no id within `ASK_DEADLINE`.
     pub(super) async fn open(config: &Arc<KafkaConfig>, limits: &Arc<TopicLimits>) -> Result<Self, BrokerError> {
         let session = Session::open(config, limits.sizes()).await?;
         let (config, limits) = (Arc::clone(config), Arc::clone(limits));

@@ -20,7 +20,7 @@ use crate::broker::Raw;
 use crate::error::BrokerError;
 use crate::message::OutgoingMessage;
 
-// How long the broker may be silent before sending ends with an error.
+// How long the broker may be silent, once the client has all messages, before it is an error.
 const PATIENCE: Duration = Duration::from_secs(60);
 // Polling after each message would cost more than the rest; the client's own examples do the same.
 const POLL_EVERY: usize = 256;
@@ -60,8 +60,8 @@ impl KafkaBroker {
     /// client waits for more messages, up to `linger`, before it sends a batch.
     ///
     /// # Errors
-    /// [`BrokerError::Refused`] names a setting that the client does not take. The function gives
-    /// the first refusal, or that the broker is silent for a minute.
+    /// [`BrokerError::Refused`] names a setting that the client does not take. The function fails
+    /// where a message is refused, or where the broker is silent for a minute at the end.
     pub fn raw(&self, linger: Duration) -> Result<Raw, BrokerError> {
         let sizes = TopicLimits::default().sizes();
         let mut settings = client::producer(&self.config, sizes);

@@ -48,7 +48,8 @@ pub(super) struct KafkaSubscriber {
 }
 
 impl KafkaSubscriber {
-    /// Connects, logs which topics are missing, and starts to join the group.
+    /// Creates missing topics where `create_topics` is on, connects, logs which topics are missing,
+    /// and starts to join the group.
     pub(super) async fn open(config: &Arc<KafkaConfig>, subscription: &Subscription) -> Result<Self, BrokerError> {
         let topics = subscription.topics.clone();
         if topics.is_empty() {

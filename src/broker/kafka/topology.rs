@@ -1,8 +1,8 @@
 //! Topics: whether they can be used, their size limits, and creating them where that was asked for.
 //!
-//! Promises: nothing is created unless `create_topics` is on. A topic counts as ready only when the
-//! broker's metadata shows it with a leader, and with as many copies in sync in every partition as
-//! a producer that waits for all of them needs (R16, R19).
+//! Promises: nothing is created unless `create_topics` is on. A topic is sent to only when the
+//! broker's metadata shows it with a leader of a partition, and with as many copies in sync in
+//! every partition as a producer that waits for all of them needs (R16, R19).
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;

@@ -21,7 +21,7 @@ use super::client;
 use super::config::KafkaConfig;
 use super::context::AskContext;
 
-/// How long the search for the partition takes. Nothing is polled meanwhile.
+/// How long the search for the partition may take. The group's client is not polled meanwhile.
 const PATIENCE: Duration = Duration::from_secs(5);
 const POLL: Duration = Duration::from_millis(10);
 

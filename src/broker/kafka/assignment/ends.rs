@@ -1,7 +1,7 @@
 //! Which partitions have delivered what they held when they began. Pure: no I/O, no clock.
 //!
-//! The broker's report of an end names a partition by its number and no topic, so that the report
-//! may be of any topic that has a partition of this number.
+//! rdkafka's report of an end names a partition by its number and no topic, so that the report may
+//! be of any topic that has a partition of this number.
 
 use super::{Assignment, Source, UNKNOWN_END};
 
