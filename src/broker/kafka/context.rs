@@ -40,8 +40,8 @@ struct State {
     /// The partition end that was reported last: rdkafka's error has only the partition.
     eof_offset: Option<i64>,
     topic_ids: HashMap<String, String>,
-    /// The first topic whose id changed.
-    made_anew: Option<String>,
+    /// Topics whose id changed.
+    made_anew: Vec<String>,
     /// Since when a topic may not be read, and the broker's reason.
     denied: Option<(Instant, String)>,
 }
@@ -53,7 +53,7 @@ impl Reports {
             return;
         }
         let mut state = self.state.lock();
-        state.unauthorised = None;
+        (state.unauthorised, state.down) = (None, None);
         if std::mem::take(&mut state.all_down) {
             tracing::info!("kafka is back");
         }
@@ -100,13 +100,13 @@ impl Reports {
         let mut state = self.state.lock();
         let known = state.topic_ids.insert(topic.to_owned(), id.to_owned());
         if known.is_some_and(|known| known != id) {
-            state.made_anew.get_or_insert_with(|| topic.to_owned());
+            state.made_anew.push(topic.to_owned());
         }
     }
 
-    /// A topic that was deleted and made anew while this client knew it.
-    pub(super) fn made_anew(&self) -> Option<String> {
-        self.state.lock().made_anew.clone()
+    /// Takes the topics that were deleted and made anew while this client knew them.
+    pub(super) fn take_made_anew(&self) -> Vec<String> {
+        std::mem::take(&mut self.state.lock().made_anew)
     }
 
     /// Notes that a topic may not be read. librdkafka tells neither which one nor when that ends.
@@ -267,12 +267,12 @@ mod tests {
         log("[thrd:main]: Topic a changed id from AAAAAAAAAAAAAAAAAAAAAA to 6cKjKR1yTl6PgRTBI1vCDw");
         log("[thrd:main]: Topic b changed id from AAAAAAAAAAAAAAAAAAAAAA to AAAAAAAAAAAAAAAAAAAAAA");
         assert_eq!(reports.topic_id("a").as_deref(), Some("6cKjKR1yTl6PgRTBI1vCDw"));
-        assert_eq!((reports.topic_id("b"), reports.made_anew()), (None, None), "a broker without ids");
+        assert_eq!(reports.topic_id("b"), None, "a broker without ids");
         // A partition that is assigned again is reported again with the same id.
         log("[thrd:main]: Topic a changed id from AAAAAAAAAAAAAAAAAAAAAA to 6cKjKR1yTl6PgRTBI1vCDw");
-        assert_eq!(reports.made_anew(), None);
+        assert!(reports.take_made_anew().is_empty());
         log("[thrd:main]: Topic a changed id from 6cKjKR1yTl6PgRTBI1vCDw to u3aJzq0uS9mY1oH5o8v3Vg");
-        assert_eq!(reports.made_anew().as_deref(), Some("a"));
+        assert_eq!(reports.take_made_anew(), ["a"]);
     }
 
     #[test]

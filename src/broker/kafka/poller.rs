@@ -193,14 +193,14 @@ impl ClientContext for MemberContext {
 
 impl ConsumerContext for MemberContext {
     fn rebalance(&self, consumer: &BaseConsumer<Self>, what: RDKafkaRespErr, list: &mut TopicPartitionList) {
-        let cooperative = matches!(consumer.rebalance_protocol(), RebalanceProtocol::Cooperative);
+        // Incremental, because `properties` allows cooperative assignment only.
         let done = match what {
-            RDKafkaRespErr::RD_KAFKA_RESP_ERR__ASSIGN_PARTITIONS => self
-                .assign(list)
-                .and_then(|()| if cooperative { consumer.incremental_assign(list) } else { consumer.assign(list) }),
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR__ASSIGN_PARTITIONS => {
+                self.assign(list).and_then(|()| consumer.incremental_assign(list))
+            }
             _ => {
                 self.revoke(consumer, &partitions(list));
-                if cooperative { consumer.incremental_unassign(list) } else { consumer.unassign() }
+                consumer.incremental_unassign(list)
             }
         };
         if let Err(error) = done {
@@ -272,7 +272,7 @@ impl MemberContext {
             // not drain.
             while let Err(RecvTimeoutError::Timeout) = wait.recv_timeout(BRIEF) {
                 if Instant::now() >= deadline {
-                    tracing::warn!("revoked kafka partitions were not drained in time; they go as they are");
+                    tracing::warn!("revoked kafka partitions were not drained in time: what is unfinished comes again at their next owner");
                     break;
                 }
                 if shared.is_closing() {
@@ -380,7 +380,11 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerSta
             POLL
         };
         let polled = consumer.poll(wait);
-        if let Some(topic) = shared.reports.made_anew() {
+        // A member that owns nothing of it has nothing to end. librdkafka lets it rejoin, and where
+        // its partitions begin is then asked with the new id. To drop it in the middle of that would
+        // leave its place in the group to the session's timeout.
+        let made_anew = shared.reports.take_made_anew();
+        if let Some(topic) = made_anew.into_iter().find(|topic| shared.assignment().has_of(topic)) {
             // What is acknowledged belongs to the topic that is gone.
             shared.assignment().clear();
             shared.tell(Err(BrokerError::Session(format!("the kafka topic `{topic}` was deleted and made anew"))));
@@ -409,12 +413,16 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerSta
             break;
         }
     }
+    // Nobody reads this session's events any more: no callback may wait for their reader.
+    shared.close();
     // Polls, so that a rebalance can finish. What is delivered meanwhile comes again to the next
     // owner.
     commit_now(&consumer, shared, None, || drop(consumer.poll(COMMIT_AGAIN)));
+    // Closing alone does not leave the group where nothing is assigned: the broker would keep the
+    // place of this member until its session's timeout, and the next rebalance would wait for it.
+    consumer.unsubscribe();
     // Leaving the group calls `revoke` on this thread, or on the one that still asks a question and
     // so holds the last reference.
-    shared.close();
     drop(consumer);
 }
 
@@ -557,7 +565,7 @@ fn trouble(shared: &PollerState, error: &KafkaError) {
             return;
         }
     };
-    tracing::error!(reason, "kafka consumer");
+    tracing::error!(reason, "the kafka consumer ends");
     shared.tell(Err(end));
 }
 

@@ -81,6 +81,11 @@ const RULES: &[(&str, Rule, &str)] = &[
         "a group without an offset begins with the oldest message (the inbox knows what was handled); `latest` skips messages",
     ),
     ("isolation.level", Only(&["read_committed"]), "messages of aborted transactions must not be handled"),
+    (
+        "topic.metadata.refresh.interval.ms",
+        Between(1, 30_000),
+        "a topic that was deleted and made anew, or got partitions, would not be noticed in time",
+    ),
     ("check.crcs", TRUE, "a message damaged on its way must not be handled"),
     ("enable.partition.eof", TRUE, "the end of a partition is how `--until-idle` knows that it caught up"),
     (
