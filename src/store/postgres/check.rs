@@ -115,8 +115,8 @@ async fn pooler(store: &PostgresStore, connection: &mut Bounded<Postgres>) -> Re
     Ok(Finding::ok("pooler", "sessions keep their server"))
 }
 
-/// The sequence must have no cache, which gives positions out of the order of time, and no owner
-/// column, with which it would be dropped (R1).
+/// The sequence must have no cache: with one, positions are not drawn in the order of time (R1). It
+/// must not be owned by a column: it would be dropped together with that column.
 async fn sequence(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let (cache, increment, cycles, is_owned): (i64, i64, bool, bool) = sqlx::query_as(
         "select s.seqcache, s.seqincrement, s.seqcycle,
@@ -139,7 +139,7 @@ async fn sequence(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreEr
 }
 
 /// The order of the columns and their defaults must draw the transaction id before the position
-/// (R1).
+/// (R1). A trigger or rule on inserts could change that.
 async fn columns(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let holds: bool = sqlx::query_scalar(
         "select coalesce(bool_and(
@@ -316,7 +316,7 @@ async fn cursor(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreErro
 }
 
 /// Only the owner can make partitions, and row security would hide rows from other roles. A
-/// partition that another role made can be emptied and dropped by that role only.
+/// partition that another role made belongs to that role, and only that role can empty it.
 async fn ownership(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let (is_as_owner, has_row_security, owner, of_others): (bool, bool, String, Vec<String>) = sqlx::query_as(
         "select pg_has_role(c.relowner, 'usage'), c.relrowsecurity, c.relowner::regrole::text,

@@ -20,8 +20,8 @@ use crate::store::bounded::{BoundedPool, pool_options};
 use crate::text::hosts::each;
 use crate::text::loopback::is_loopback;
 
-/// The server's timeouts are the handler timeout and this; the answer timeout is, unless it is set,
-/// the server's and this once more.
+/// The server's timeouts are the handler timeout plus this. The answer timeout, unless it is set,
+/// is the server's timeout plus this.
 const MARGIN: Duration = Duration::from_secs(5);
 /// Begins a transaction with the isolation of the session.
 pub(super) const BEGIN: &str = "begin";
@@ -92,7 +92,7 @@ fn connect_options(shown: &str, url: &str, options: &StoreOptions) -> Result<PgC
                     "has several hosts in its query: write postgres://A:5432,B:5432/DATABASE".to_owned(),
                 ));
             }
-            // These two are always required, whatever the URL says.
+            // Of several hosts one that takes writes is used, whatever the URL says.
             "target_session_attrs" if matches!(&*value, "primary" | "read-write") => {}
             "target_session_attrs" => {
                 return Err(refused(format!(
@@ -145,7 +145,7 @@ fn session_settings(handler_timeout: Duration) -> String {
 pub(super) const KEEPALIVE: &str =
     "set tcp_keepalives_idle = 10; set tcp_keepalives_interval = 5; set tcp_keepalives_count = 3;";
 
-/// As `discard all`, but prepared statements stay, because sqlx remembers them.
+/// As `discard all`, but prepared statements and their plans stay, because sqlx remembers them.
 const RESET: &str = "close all; reset session authorization; reset role; reset all; unlisten *;
     select pg_advisory_unlock_all(); discard temp; discard sequences;";
 

@@ -2,9 +2,9 @@
 //! topic (held), and the decisions about their positions (R17, R18).
 //!
 //! Guarantees: a row is copied whole into `outbox_dead`, and deleted from it, only in the
-//! transaction that moves the cursor; an owner whose lease is over cannot commit that one. A
-//! decision about a position is kept until the partition of its row is dropped, so that nothing is
-//! sent again when the cursor is set back.
+//! transaction of a checkpoint, which a session whose shard was taken over cannot commit. A
+//! decision about a position is kept until the row's place in the outbox is freed, so that nothing
+//! is sent again when the cursor is set back.
 
 use std::collections::HashSet;
 

@@ -12,8 +12,8 @@ use crate::store::headers::headers_json;
 /// PostgreSQL stores no value of 1 GiB or more.
 const VALUE_BYTES_MAX: usize = (1 << 30) - 1;
 
-/// Bounds that no setting of the database can raise, and inputs that PostgreSQL would refuse
-/// without naming a limit (a NUL in text).
+/// Bounds that no setting of the database can raise. The check against them also refuses what
+/// PostgreSQL would refuse without naming a limit (a NUL in text).
 const WIDEST: Limits = Limits {
     topic_length_max: 249,
     key_bytes_max: VALUE_BYTES_MAX,

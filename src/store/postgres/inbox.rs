@@ -50,14 +50,15 @@ macro_rules! witness {
 /// Reads the witness; runs after a statement that wrote.
 const WITNESS: &str = concat!("select ", witness!("pg_current_xact_id()"));
 
-/// Inserts ids and reads what stands in the way of the new ones, in one call: a transaction id is
-/// assigned by the insert, and is the witness of R23.
+/// Inserts ids, and reads what stands in the way of the new ones and the witness, in one call. The
+/// insert assigns the transaction id that the proof before COMMIT compares (R23).
 const ADMIT: &str = "\
 select old_ids, old_hashes, blocked, purged_until, began_at, id_skew, witness \
   from oncebox.admit($1, $2, $3, $4, $5, $6)";
 
-/// From `from` on: the rows `i` of some ids. Each id is one index lookup: a plan for `= any` that
-/// was made while the table was empty, or without statistics, reads all of it when it is large.
+/// The end of a statement, from the word `from` on: the rows `i` of some ids. Each id is one index
+/// lookup: a plan for `= any` that was made while the table was empty, or without statistics, reads
+/// all of it when it is large.
 macro_rules! of_ids {
     ($table:literal, $ids:literal) => {
         concat!(
@@ -86,8 +87,8 @@ macro_rules! ours {
     };
 }
 
-/// Counts our rows and compares the transaction, in one statement (R23). The server's own counters
-/// of a transaction would be cheaper and are no proof: a table that was emptied in an open
+/// Reads which transaction this is and counts our rows, in one statement (R23). The server's own
+/// counters of a transaction would be cheaper and are no proof: a table that was emptied in an open
 /// savepoint, or exchanged, leaves them as they were. The statement also sets `synchronous_commit`
 /// back where a handler changed it: what is acknowledged must survive a crash. It ends the guard
 /// against a COMMIT, which must not refuse ours.
@@ -169,7 +170,7 @@ impl OwnInbox for PostgresStore {
     }
 }
 
-/// Ids by the table they belong to, sorted, so that two transactions insert in the same order.
+/// Ids by the table that they belong to, each list sorted.
 #[derive(Debug, Clone, Default)]
 struct Ids {
     timed: Vec<Uuid>,

@@ -3,8 +3,8 @@
 //!
 //! Guarantees: the sequence is set above every position that was ever used. A message at a position
 //! that its relay had passed gets a new position above all used ones, in the old order, and is read
-//! next. Writers wait meanwhile, and a running relay starts again. A message that was proven in the
-//! last minute before may be sent again; none is lost.
+//! next. Writers wait meanwhile, and a running relay starts again. A message that was enqueued less
+//! than a minute before the cursor last moved may be sent again; none is lost.
 
 use sqlx::{AssertSqlSafe, Postgres, Row, raw_sql};
 

@@ -32,8 +32,8 @@ use crate::store::sql::records::{self, KeyStore, OutcomeTransaction};
 /// where a record is seen, no lock is taken; where the lock is not free, no insert begins that
 /// would wait for its holder. The caller's next read tells which of them refused.
 ///
-/// The transaction owns the claim, so the claim has no lease. Only defaults are volatile, which
-/// saves the plan a projection.
+/// The transaction owns the claim, so the claim has no lease. Times come from the columns'
+/// defaults: a volatile expression in the SELECT list would cost the plan a projection.
 const CLAIM: &str = "insert into oncebox.idempotency_request (key_digest, tenant, operation, key, principal, fingerprint, mode, \
        operation_id, state) \
      select :digest, :tenant, :name, :key, :principal, :fingerprint, :mode, :operation, 'IN_PROGRESS' \

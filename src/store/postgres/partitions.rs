@@ -55,7 +55,7 @@ const BESIDE: &str = "x'6f6e636562657369'::bit(64)::bigint";
 #[derive(Debug, Default)]
 pub(super) struct Tidied {
     not_before: Option<Instant>,
-    /// The position from which on ranges are missing.
+    /// Once this position is drawn, the next look does not wait for `not_before`.
     make_from: i64,
     drop_not_before: Option<Instant>,
     /// The last position drawn at an earlier time, and that time.
@@ -216,10 +216,10 @@ impl Plan {
     }
 }
 
-/// Truncates ranges whose rows are all proven and older than the retention; the trigger checks this
-/// again (R7). The range that is being filled and the DEFAULT partition may never reach that state,
-/// so a page of their old rows is deleted instead. Returns true where another page can follow at
-/// once.
+/// Truncates ranges whose rows are all proven and older than the retention; the trigger checks
+/// again that they are proven (R7). The range that is being filled and the DEFAULT partition may
+/// never reach that state, so a page of their old rows is deleted instead. Returns true where
+/// another page may follow soon.
 async fn free_proven(
     connection: &mut Bounded<Postgres>,
     tidied: &mut Tidied,
@@ -253,7 +253,7 @@ async fn free_proven(
             }
             _ => format!("; delete from oncebox.decision where position >= {from} and position < {to}"),
         };
-        // Where transactions of writers always overlap, TRUNCATE never gets its lock.
+        // Where the transactions of its writers always overlap, DEFAULT is never free for TRUNCATE.
         if may == Some(true) && attempt(connection, &format!("truncate oncebox.{name}{decided}")).await? {
             tracing::debug!(name, "emptied a proven outbox partition");
         } else if name == "outbox_default" {
@@ -310,8 +310,8 @@ async fn delete_page(
     Ok(count == rows)
 }
 
-/// Drops the oldest emptied partition where there are many. This is rare, because it locks the
-/// whole table for a moment.
+/// Drops the oldest emptied partition where there are more than [`EMPTIED_MAX`]: one in a look,
+/// because it locks the whole table for a moment.
 async fn drop_emptied(
     connection: &mut Bounded<Postgres>,
     tidied: &mut Tidied,
@@ -428,8 +428,8 @@ select m.range_from, m.range_to, min(oncebox.uuid_v7_millis(first.message_id)) /
      order by d.message_id desc limit 1) last on true
  group by 1, 2 order by 1";
 
-/// Ranges that ended two days ago, oldest first. The purge empties them row by row. Later ids of
-/// their time go to the DEFAULT partition.
+/// Ranges that ended at least two days ago, oldest first. The purge empties them row by row. Once a
+/// range is dropped, an id of its time goes to the DEFAULT partition.
 const INBOX_PAST: &str = r"
 select c.relname::text
   from pg_inherits i

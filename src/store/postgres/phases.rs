@@ -61,7 +61,7 @@ impl PhaseStore for PostgresStore {
             query("insert into oncebox.operation_phase (operation_id, epoch) values ($1, $2) on conflict do nothing");
         let refused = match mark.bind(driven.operation_id).bind(driven.epoch).run(&mut tx).await {
             Ok(marked) if marked.rows_affected() == 1 => {
-                // The previous run of this session may have left another lock timeout.
+                // The short wait holds until the transaction ends, and is not for the handler.
                 let usual_wait = format!("set local lock_timeout = '{}ms'; ", self.server_timeout().as_millis());
                 return Ok(Run::Begun(PostgresPhase::boxed(tx, usual_wait)));
             }

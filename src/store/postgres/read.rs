@@ -6,13 +6,13 @@
 //!
 //! Guarantees:
 //!
-//! * With the rows come this snapshot's oldest running transaction (`xmin`, the *fence* by which
-//!   gaps are closed), and the epoch and revision of the shard, by which the session sees whether
-//!   another process has taken the shard over.
+//! * With the rows come this snapshot's oldest running transaction (`xmin`: a gap whose *fence* is
+//!   not above it is closed), and the epoch and revision of the shard, by which the session sees
+//!   whether another process has taken the shard over.
 //! * Positions of all shards are returned, content only of this one.
 //! * PostgreSQL does not sort: each range is an ordered index scan of its own, and the outer query
 //!   has a LIMIT and no ORDER BY.
-//! * A read is bounded by rows and by bytes, so that memory is (G11).
+//! * A read is bounded by rows and by bytes, and so is its memory (G11).
 
 use std::collections::HashMap;
 use std::ops::ControlFlow;

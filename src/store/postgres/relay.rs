@@ -155,15 +155,15 @@ impl Outbox for PostgresStore {
 
     async fn hear_commits(&self, heard: fn()) -> Result<(), StoreError> {
         let silent = |_| sqlx::Error::Protocol(format!("no answer within {ANSWER:?}"));
-        // Not of the pool, which may be of one connection.
+        // A connection beside the pool, which may have only one.
         let mut listener = PgListener::connect_with(&self.pool.single()).await?;
         listener.eager_reconnect(false);
-        // The server also closes the connection of a process that takes nothing. It must not close
-        // this one because it rests.
+        // The server closes the connection of a host that vanished, or of a process that takes
+        // nothing, but not one that is only idle.
         let settings = AssertSqlSafe(format!("{KEEPALIVE} set tcp_user_timeout = '30s'; set idle_session_timeout = 0"));
         timeout(ANSWER, listener.execute(settings)).await.map_err(silent)??;
         timeout(ANSWER, listener.listen(channel!())).await.map_err(silent)??;
-        // What was committed before nobody has announced to it.
+        // Commits from before it listened were not announced to it.
         heard();
         let began = Instant::now();
         while began.elapsed() < LISTENING {
@@ -189,12 +189,12 @@ impl Outbox for PostgresStore {
 /// The settings that a relay session needs. Ordered index scans are the only good plan of the read,
 /// so all others are switched off, whatever the statistics say.
 ///
-/// A wait for a lock ends before its statement does. PostgreSQL reports the timeout that ends
-/// first, and a lock that is not free is waited for: the transaction of a former owner may hang in
-/// its COMMIT, for a synchronous standby for example.
+/// The lock timeout is shorter than the statement timeout, because PostgreSQL reports the one that
+/// ends first, and only a lock timeout is transient. A lock may stay taken for long: the
+/// transaction of a former owner may hang in its COMMIT, for a synchronous standby for example.
 ///
-/// A transaction that is idle for a lease is ended, because it may have locked the row of the
-/// lease: its owner is frozen, and the next one would wait for it.
+/// A transaction that is idle for the length of a lease is ended, because it may have locked the
+/// row of the lease: its owner is frozen, and the next one would wait for it.
 fn settings(timeout: Duration, lease: Duration) -> String {
     let idle = lease.as_millis().max(1);
     let (timeout, lock) = (timeout.as_millis(), (timeout - timeout / 8).as_millis());
@@ -219,7 +219,7 @@ pub(super) struct PostgresSession {
     fence: Fence,
     cursor: GapCursor,
     began: Instant,
-    /// The batches of this session that have rows, each with its batch number in the cursor.
+    /// The batches of this session that found rows of any shard, with their numbers in the cursor.
     batches: VecDeque<(u64, u64)>,
     batch: u64,
     read_bytes: usize,
@@ -389,7 +389,7 @@ impl PostgresSession {
     }
 
     /// Closes gaps of transactions that ended without a row while a long transaction elsewhere
-    /// holds the fence back (R6).
+    /// holds `xmin` back (R6).
     async fn watch_locks(&mut self) -> Result<(), StoreError> {
         if self.watched.is_some_and(|last| last.elapsed() < WATCH_EVERY) {
             return Ok(());

@@ -1,8 +1,7 @@
 //! Migrations, in a migration table of our own inside the schema `oncebox`.
 //!
 //! Guarantees: each migration and its row commit together; two migrators at once take turns; a
-//! migration that was changed after it was applied is refused; no program migrates on its own
-//! accord.
+//! migration that was changed after it was applied is refused; no program migrates by itself.
 
 use async_trait::async_trait;
 use sqlx::{AssertSqlSafe, Postgres};
@@ -77,7 +76,7 @@ impl Schema for PostgresStore {
         // migration has no time limit; each wait for a lock ends after the session's
         // `lock_timeout`.
         let mut connection = self.pool.dedicated().await?;
-        // Hides the notices "already exists, skipping", which are normal for repeatable migrations.
+        // Hides the notices "already exists, skipping" of `create schema if not exists`.
         sqlx::query("set client_min_messages = warning").execute(connection.plain()).await?;
         let lock = sqlx::query("select pg_advisory_lock($1)").bind(MIGRATION_LOCK);
         if let Err(error) = lock.execute(connection.plain()).await {

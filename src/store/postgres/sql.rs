@@ -60,8 +60,8 @@ impl Row for PgRow {
 }
 
 /// A text with this prefix is planned for each run. A cached plan that was made while the tables
-/// were empty would scan them whole until they are analyzed. The texts of `store/sql` begin with it
-/// in words: keep both equal.
+/// were empty would scan them whole until they are analyzed. Texts of `store/sql` write the prefix
+/// out: keep both equal.
 const PLANNED_ANEW: &str = "/* planned anew */";
 
 /// Binds the values of a statement for sqlx.

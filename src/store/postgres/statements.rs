@@ -150,8 +150,8 @@ fn block(statements: &[PostgresStatement]) -> Option<PostgresSet> {
             return None;
         }
         let sql = sql.trim_end_matches(|c: char| c == ';' || c.is_whitespace());
-        // The line break ends a comment at the end of the statement.
-        // PL/pgSQL runs a SELECT in a loop only, also one without a column.
+        // The line break ends a comment at the end of the statement. PL/pgSQL runs a SELECT without
+        // a target in a loop only, also one without a column.
         if statement.returns_rows || first == "SELECT" {
             let _ = writeln!(body, "for oncebox_row in {sql}\nloop end loop;");
         } else {
