@@ -50,7 +50,7 @@ pub enum StoreError {
         /// The newest version this program knows.
         known: i64,
     },
-    /// A setting of the server or of the schema breaks a promise. This is checked at start.
+    /// A setting, a state of the database or a request would break a promise. A person must act.
     #[error("refused: {0}")]
     Refused(String),
     /// A message breaks a limit.
@@ -234,7 +234,7 @@ impl HandlerError {
         Self { transient: true, ..Self::retryable(error) }
     }
 
-    /// Whether the failure is transient (R27).
+    /// Whether no attempt is counted for this failure (R27).
     #[must_use]
     pub fn is_transient(&self) -> bool {
         self.transient

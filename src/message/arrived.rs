@@ -39,13 +39,14 @@ pub struct Arrived {
     pub headers: Vec<(String, Vec<u8>)>,
     /// The payload; `None` for a Kafka tombstone.
     pub payload: Option<Vec<u8>>,
-    /// `ce_id`, or the property `message_id`.
+    /// `ce_id`; on RabbitMQ the property `message_id`, or the header `cloudEvents_id`.
     pub id: Option<String>,
-    /// `ce_type`, or the property `type`.
+    /// `ce_type`; on RabbitMQ the property `type`, or the header `cloudEvents_type`.
     pub kind: Option<String>,
-    /// `ce_source`, or the property `app_id`.
+    /// `ce_source`; on RabbitMQ the header `cloudEvents_source`, or the property `app_id`.
     pub source: Option<String>,
-    /// `ce_time`, or the broker's record time.
+    /// `ce_time`, or the broker's record time; on RabbitMQ the header `cloudEvents_time`, or the
+    /// property `timestamp`.
     pub time: Option<DateTime<Utc>>,
     /// The media type of the payload; `None` if the message has none.
     pub content_type: Option<String>,

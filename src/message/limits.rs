@@ -1,8 +1,9 @@
 //! The limits of a message, by name. Their values are stored in the database and are the same for
 //! every way to enqueue.
 //!
-//! Promise: every broker can take a message that passes these checks. The fields have the names of
-//! the rows in the limits table. Not here: reading that table (`store`).
+//! Promise: every broker with its default settings can take a message that passes the default
+//! limits. The fields have the names of the rows in the limits table. Not here: reading that table
+//! (`store`).
 
 use std::borrow::Cow;
 
@@ -67,7 +68,7 @@ impl Limits {
     }
 
     /// Checks a message before it is enqueued. `traceparent` and `tracestate` move from its headers
-    /// into its trace context; a message with neither gets the context of the current span, where
+    /// into its trace context; a message that has none then gets that of the current span, where
     /// the feature `otel` is on. To check a message again changes nothing.
     ///
     /// # Errors

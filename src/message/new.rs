@@ -85,8 +85,9 @@ impl NewMessage {
         self
     }
 
-    /// Moves `traceparent` and `tracestate` from the headers into the trace context. If no
-    /// `traceparent` and no context was given, takes the context of the current span.
+    /// Moves `traceparent` and `tracestate` from the headers into the trace context, and drops a
+    /// `tracestate` without a `traceparent`. If no `traceparent` and no context was given, takes
+    /// the context of the current span.
     ///
     /// # Errors
     /// The limit `trace` if `traceparent` is not in W3C form; `header_twice` if one is given twice.

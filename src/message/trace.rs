@@ -6,7 +6,7 @@
 /// A `traceparent`, and the state that vendors add to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TraceContext {
-    /// `00-<32 hex>-<16 hex>-<2 hex>`.
+    /// Version, trace id, span id and flags: `00-<32 hex>-<16 hex>-<2 hex>`.
     pub traceparent: String,
     /// The state of vendors, as it came.
     pub tracestate: Option<String>,

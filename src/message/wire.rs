@@ -51,15 +51,15 @@ pub(crate) const AMQP: Names = Names {
 /// The text of a time in a header: RFC 3339, microseconds, UTC.
 #[must_use]
 pub(crate) fn format_time(time: DateTime<Utc>) -> String {
-    // A time with a zone works its local time out anew for each part that it is asked for.
+    // A `DateTime` computes its local time anew for each part that is read.
     let at = time.naive_utc();
     let (year, micros) = (at.year(), at.nanosecond() / 1_000);
     // A year without four digits, or a leap second.
     if !(1_000..10_000).contains(&year) || micros >= 1_000_000 {
         return time.to_rfc3339_opts(SecondsFormat::Micros, true);
     }
-    // Digit by digit, from the last one of each part on: a tenth of the time, and each message has
-    // one.
+    // Writes digit by digit, from the last one of each part. That takes a tenth of the time of
+    // chrono's formatter, and each message has such a text.
     let mut text = *b"0000-00-00T00:00:00.000000Z";
     let date = [(3, year.unsigned_abs()), (6, at.month()), (9, at.day())];
     let clock = [(12, at.hour()), (15, at.minute()), (18, at.second()), (25, micros)];

@@ -1,8 +1,8 @@
 //! Enqueues messages and queues e-mails from Rust, in the caller's own transaction.
 //!
-//! Guarantees: one statement for each call; every limit is checked before anything is written, the
-//! same limits as in the SQL doors; a message or an e-mail exists exactly when the caller's
-//! transaction committed (G1). Not here: the statements, which each database has its own.
+//! Guarantees: one statement writes all messages of a call, or none where one breaks a limit; the
+//! limits are those of the SQL doors; a message or an e-mail exists exactly when the caller's
+//! transaction committed (G1). Not here: the statements of each database (`store`).
 
 use sqlx::{Database, Transaction};
 use uuid::Uuid;
@@ -42,7 +42,7 @@ pub trait Enqueue: Send {
     /// nothing and returns false.
     ///
     /// # Errors
-    /// What the database says.
+    /// [`StoreError::Refused`] on MySQL where a text is too long; otherwise the database's error.
     ///
     /// # Cancel safety
     /// As [`Enqueue::write`].
@@ -97,8 +97,8 @@ pub async fn commit<Db: Database>(transaction: Transaction<'_, Db>) -> Result<()
     outcome
 }
 
-/// Converts an error of COMMIT: after a lost connection the outcome is unknown. After a full disk
-/// of SQLite it is known: nothing was changed.
+/// Converts an error of COMMIT: after a lost connection the outcome is unknown. Where SQLite found
+/// its disk full, or may not write to its file, it is known: nothing was changed.
 pub(crate) fn commit_error(error: sqlx::Error) -> StoreError {
     match StoreError::from(error) {
         StoreError::Unavailable(error) if !is_commit_undone(&error) => StoreError::CommitUnknown(error),

@@ -13,12 +13,12 @@ use {
     tokio_util::sync::CancellationToken,
 };
 
-/// For the relay of this process.
+/// Wakes one relay of this process.
 static HERE: Notify = Notify::const_new();
-/// For the task that tells other processes.
+/// Wakes the task that tells other processes.
 static ELSEWHERE: Notify = Notify::const_new();
 
-/// How often other processes are told at most.
+/// The pause after other processes were told.
 #[cfg(feature = "duties")]
 const BETWEEN: Duration = Duration::from_millis(1);
 /// How long telling them may take.
@@ -39,7 +39,7 @@ pub(crate) async fn hinted() {
 
 /// Tells the relays of other processes that this process committed messages, until the stop. Run
 /// one such task in a service whose messages another process publishes; a consumer has one of its
-/// own. It ends where the database has no such means: only PostgreSQL does.
+/// own. It ends where the database has no means for that; only PostgreSQL has.
 ///
 /// It takes a connection of the pool for each hint, at most one for each millisecond. A hint does
 /// not say which database was written to: of several such tasks in a process, one takes it.
@@ -74,7 +74,7 @@ pub async fn announce(store: &dyn Outbox, stop: &CancellationToken) {
     }
 }
 
-/// Hears what other processes announce, for as long as it is polled.
+/// Wakes relays of this process when other processes announce commits. It never returns.
 #[cfg(feature = "relay")]
 pub(crate) async fn listen(store: &dyn Outbox) {
     let mut pace = Pace::new(Duration::from_millis(500), Duration::from_secs(30));
@@ -88,7 +88,7 @@ pub(crate) async fn listen(store: &dyn Outbox) {
             }
             Err(error) => {
                 failed += 1;
-                // One may be a server that starts again.
+                // One or two may be a server that starts again.
                 if failed == 3 {
                     tracing::warn!(%error, "commits of other processes are not heard: messages wait for the polls");
                 }

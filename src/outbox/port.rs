@@ -56,7 +56,7 @@ pub enum LeaseAnswer {
 pub struct OutboxRow {
     /// The position of the row: its place in the order, and what identifies it.
     pub position: i64,
-    /// The first byte of the hash of its key, or of its id; a shard owns a range of buckets.
+    /// The first byte of the hash of its key, or of its id; 0 on SQLite. A shard owns a range.
     pub bucket: u8,
     /// The message as it is published.
     pub message: OutgoingMessage,
@@ -76,7 +76,7 @@ pub struct ReadBatch {
     /// where no new positions are read because too many gaps are open.
     pub saw_all: bool,
     /// True if a checkpoint must follow within a second although there are no rows: gaps were
-    /// found, which it has to store, or rows of other shards.
+    /// found, which it has to fence, or rows of other shards.
     pub needs_checkpoint: bool,
 }
 
@@ -204,8 +204,7 @@ pub trait Outbox: Debug + Send + Sync {
 }
 
 /// The ownership of one shard. After an error nobody knows what took effect: drop the session and
-/// open another. Two errors are no such end: [`StoreError::Limit`] (a message or a bound is too
-/// large, and nothing was written), and one of [`tidy`](Self::tidy) that does not pass by itself.
+/// open another. An error of [`tidy`](Self::tidy) that does not pass by itself is no such end.
 ///
 /// # Cancel safety
 /// Do not drop the future of a method before it is done, unless you drop the session with it.
@@ -218,8 +217,8 @@ pub trait RelaySession: Debug + Send {
     /// request. It is fenced: the same statement checks the epoch.
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError>;
 
-    /// Commits synchronously, after the read: renews the lease, stores the new gaps, closes those
-    /// that no transaction can fill any more, and writes the mark, which may be empty.
+    /// Commits synchronously, after the read: renews the lease, fences the new gaps, and writes the
+    /// mark, which may be empty, with the gaps that are open still.
     async fn checkpoint(&mut self, mark: Mark) -> Result<(), StoreError>;
 
     /// Rows of the dead and held table that hold later rows, in position order, at most `limit`.

@@ -11,8 +11,7 @@
 //! the broker settles, `pump` marks. Diverted rows return through `pump::release`; rows of a
 //! blocked topic return after a `trial`, which runs beside the session.
 //!
-//! Not here: the cursor (the store's), what a refusal means (`rules`: `isolate`,
-//! `diversion`).
+//! Not here: the cursor (the store's), who is held, and which row makes sessions end (`rules`).
 
 mod ending;
 mod options;

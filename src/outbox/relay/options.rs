@@ -20,13 +20,13 @@ pub struct RelayOptions {
     /// Most rows of one read. Default 4,000, half a window: what is handed over at once fills the
     /// batches of Kafka's client, and with 1,000 Kafka took a third more of its CPU for a row.
     pub batch_rows: usize,
-    /// Most bytes of one read, unless a single message is larger. Default 4 MiB: half a window, and
+    /// A read ends with the message that reaches so many bytes. Default 4 MiB: half a window, and
     /// four thousand messages of 1 KiB.
     pub read_bytes: usize,
     /// Most rows from the oldest unproven one to the last one that was read. It bounds what a crash
     /// repeats.
     pub window_rows: usize,
-    /// Most bytes that are sent and not proven. It bounds memory.
+    /// While so many bytes are sent and not proven, nothing more is read. It bounds memory.
     pub window_bytes: usize,
     /// The shortest pause between reads that found nothing.
     pub poll_min: Duration,
@@ -35,7 +35,8 @@ pub struct RelayOptions {
     /// How long the mark of proven rows waits for a checkpoint of later rows to carry it. Default
     /// 20 ms: after a crash the rows of this time are sent again.
     pub mark_after: Duration,
-    /// Most dead and held rows. At this number the shard stops reading, and shows that it does.
+    /// Most held rows of the shard, with the dead ones that hold rows. At this number the shard
+    /// stops reading, and shows that it does.
     pub held_rows_max: usize,
     /// Most dead messages in the outbox, of all shards. At this number no shard reads, and each
     /// shows it, until an operator has made room. So a stream of messages that the broker refuses
@@ -48,7 +49,7 @@ pub struct RelayOptions {
     pub dead_topics: BTreeMap<String, DeadPolicy>,
     /// How long messages may stay unanswered before their topics are held, unless the broker says
     /// that it is blocked. Where they keep other rows waiting, the time is shorter: one second if
-    /// rows sent later were answered, five seconds if none was.
+    /// rows sent later were answered or the message was sent alone, else five seconds.
     pub publish_stall: Duration,
     /// How often a blocked topic is tried, beside the session. A topic that does not answer is
     /// tried ever more rarely, up to every 30 s.

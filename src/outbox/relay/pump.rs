@@ -4,7 +4,8 @@
 //! Promise: a batch is sent only after a synchronous commit that began after its read (R5). The
 //! oldest batch is marked only when every row of it is proven or diverted. After a doubt nothing
 //! more is sent, and the caller gets the doubt. A topic whose rows are neither taken nor refused
-//! delays other rows for one second, or for five if no row that was sent later was settled.
+//! delays other rows for one second, or for five if no row that was sent later was settled and the
+//! row was not sent alone.
 
 mod bounds;
 mod release;
@@ -248,9 +249,9 @@ impl<'a> Pump<'a> {
     }
 
     /// Whether the oldest batches get a commit of their own now. Otherwise the checkpoint of the
-    /// next rows carries their mark: these rows need not wait for two commits,
-    /// and a steady trickle costs one commit a batch. What somebody decided is stored at once, and
-    /// so is a mark that the next read waits for.
+    /// next rows carries their mark: these rows need not wait for two commits, and a steady trickle
+    /// costs one commit a batch. What was decided of a row (diverted, released, changed, discarded)
+    /// is stored at once, and so is a mark that the next read waits for.
     fn mark_is_due(&mut self) -> bool {
         if !self.window.has_something_done() {
             self.done_since = None;

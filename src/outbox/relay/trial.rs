@@ -139,8 +139,8 @@ pub(super) struct Trials {
     found: mpsc::UnboundedReceiver<(usize, Answer)>,
     /// Received and not yet handled.
     heard: VecDeque<(usize, Answer)>,
-    /// Of blocked topics, how many trials of this session were lost; [`LOST_MAX`] of one whose
-    /// trial has told something.
+    /// For each blocked topic, how many of its trials in this session were lost; [`LOST_MAX`] once
+    /// a trial has told something.
     tried: HashMap<String, u32>,
 }
 

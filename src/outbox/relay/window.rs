@@ -34,7 +34,7 @@ impl Batch {
     }
 }
 
-/// A row that was read, and that a checkpoint has followed, and that is not sent yet.
+/// A row that was read and is not sent yet. A checkpoint has followed the read of a new one.
 #[derive(Debug)]
 pub(super) struct Unsent {
     pub(super) position: i64,
@@ -207,7 +207,7 @@ impl Window {
         self.row_done(number, |_| {});
     }
 
-    /// Discards a dead row with the next mark.
+    /// Discards a dead or held row with the next mark.
     pub(super) fn discard(&mut self, position: i64) {
         self.decided(|mark| mark.discarded.push(position));
     }

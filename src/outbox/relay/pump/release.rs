@@ -41,7 +41,7 @@ const PAUSE_EVERY: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
 pub(super) struct Release {
-    /// Blocked topics whose trial row was taken.
+    /// Blocked topics that a trial opened.
     open: HashSet<String>,
     /// Rows that an operator wants sent again.
     redriven: HashSet<i64>,

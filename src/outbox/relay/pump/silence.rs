@@ -13,9 +13,9 @@ use crate::outbox::relay::ending::Doubt;
 /// One turn of the loop counts for at most so much time on the clock.
 const TURN_MAX: Duration = Duration::from_millis(250);
 /// How long a topic may keep other rows waiting while it neither takes nor refuses, if rows that
-/// were sent later are settled.
+/// were sent later are settled, or if its row is in flight alone.
 const KEPT_WAITING_MAX: Duration = Duration::from_secs(1);
-/// The same limit where no later row was settled, so that the whole broker may be slow.
+/// The same limit in the other cases: no later row was settled, so the whole broker may be slow.
 const SILENT_MAX: Duration = Duration::from_secs(5);
 /// How long the broker may be blocked before it is shown while nothing is in flight. A broker
 /// closes connections that rest. Kafka's client takes that for an outage until it has another one:

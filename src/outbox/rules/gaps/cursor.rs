@@ -89,7 +89,8 @@ impl GapCursor {
         self.open.len()
     }
 
-    /// The LIMIT for the next read when `rows` are wanted: 1 to [`room`](Self::room).
+    /// The LIMIT for the next read when `rows` are wanted: 1 to [`room`](Self::room), and 1 where
+    /// there is no room.
     pub(crate) fn row_limit(&self, rows: usize) -> usize {
         rows.min(self.room()).max(1)
     }
@@ -117,9 +118,8 @@ impl GapCursor {
     /// Takes the result of the statement: `pg_snapshot_xmin`, the positions of **all** rows in the
     /// order in which they came, and whether their number reached the LIMIT. `passes` means that
     /// none of these rows is of this shard and that no mark is under way. Such reads join one
-    /// batch, so any number of them needs no more memory than one. Any error ends the session, and
-    /// a new one starts from what is persisted: the server on which this one began cannot answer
-    /// so.
+    /// batch, so any number of them needs no more memory than one. Any error ends the session: the
+    /// server on which it began cannot give such an answer.
     pub(crate) fn on_read(
         &mut self,
         xmin: u64,

@@ -1,8 +1,8 @@
 //! Pure: no I/O, no clock.
 //! The values that the cursor and the adapter that runs its statements exchange.
 //!
-//! Guarantee: these are plain values. Only this module can make a [`CheckpointTicket`]: it counts
-//! the reads that had ended when it was made.
+//! Guarantee: these are plain values. Only `gaps` can make a [`CheckpointTicket`]: it counts the
+//! reads that had ended when it was made.
 
 use super::{GapSet, Range};
 
@@ -12,8 +12,7 @@ pub(crate) struct ReadPlan {
     /// Every open gap, ascending.
     pub ranges: Vec<Range>,
     /// Where the tail begins, which is the last range of the read. `None` when there are as many
-    /// open gaps as allowed: the read then covers gaps only (R9). The caller may choose an upper
-    /// end of the tail, for example while shards are merged.
+    /// open gaps as allowed: the read then covers gaps only (R9).
     pub tail_from: Option<i64>,
 }
 
