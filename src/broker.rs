@@ -1,8 +1,8 @@
 //! The traits that a broker adapter implements, for publishing and for consuming.
 //!
-//! One adapter, one folder, the same file names in each: `config`, `publisher`, `subscriber` (and
-//! `topology` if the broker has one). The suite in `oncebox-testkit` defines how an adapter
-//! behaves; every adapter must pass it.
+//! One adapter, one folder, the same file names in each: `config`, `publisher`, `subscriber` and
+//! `topology`. The suite in `oncebox-testkit` defines how an adapter behaves; every adapter must
+//! pass it.
 //!
 //! Guarantees: a row is settled only when the broker has confirmed or refused it. Within a session
 //! the broker takes the messages of a key in order and without gaps, until it refuses one; it gets
@@ -125,7 +125,7 @@ pub trait Broker: Debug + Send + Sync {
 
     /// Reads every message that a topic holds now, from the beginning, without a group and without
     /// acknowledging: for `demo`, `bench` and tests. RabbitMQ has no such read: it returns what a
-    /// tap queue collected since [`Broker::tap`]. It, and `remove`, may be refused.
+    /// tap queue collected since [`Broker::tap`]. An adapter may refuse this, and `remove`.
     async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
         Err(BrokerError::Refused(format!("topic `{topic}`: {} has no read of a whole topic", self.name())))
     }
@@ -213,8 +213,8 @@ pub struct Subscription {
     /// Queue names by topic, where they are not `<topic>.<consumer>`.
     pub queues: BTreeMap<String, String>,
     /// The adapter stops reading at so many deliveries that are neither acknowledged nor
-    /// [`finished`](Subscriber::finished) nor [set aside](Subscriber::set_aside). It may have a
-    /// bound in bytes too.
+    /// [`finished`](Subscriber::finished) nor, on a log, [set aside](Subscriber::set_aside). It may
+    /// have a bound in bytes too.
     pub in_flight_max: usize,
     /// How long the runtime may take to finish the work of a revoked partition.
     pub drain: Duration,
@@ -339,11 +339,13 @@ pub trait Subscriber: Send {
 
     /// Says that these deliveries are committed while an older one of their source is not, so that
     /// [`acknowledge`](Self::acknowledge) cannot cover them yet. From now on they count neither as
-    /// deliveries nor as bytes in flight. The runtime calls this only when room is needed.
+    /// deliveries nor as bytes in flight. The runtime calls this when it has many of them, or when
+    /// the older one has held them for a while.
     async fn finished(&mut self, _source: &PartitionId, _sequences: &[i64]) {}
 
     /// Says that this delivery waits for a transaction of another process. It no longer counts
-    /// against `in_flight_max`; its bytes still count.
+    /// against `in_flight_max` (on RabbitMQ it does, because the prefetch counts it); its bytes
+    /// still count.
     fn set_aside(&mut self, _source: &PartitionId, _sequence: i64) {}
 
     /// Says that the runtime handles nothing of this source, which has just begun and stays
@@ -361,7 +363,8 @@ pub trait Subscriber: Send {
     /// heartbeats and rebalances.
     fn pause(&mut self, paused: bool);
 
-    /// True once sources were assigned and each has delivered what it held then.
+    /// True once sources were assigned and each has delivered what it held then, or if this member
+    /// got none.
     async fn caught_up(&mut self) -> Result<bool, BrokerError>;
 
     /// A planned end: waits, within a deadline of its own, until acknowledgements have arrived.

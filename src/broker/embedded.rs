@@ -59,8 +59,9 @@ impl EmbeddedBroker {
     /// migrate.
     ///
     /// # Errors
-    /// [`BrokerError::Refused`] where the directory is missing, the file is no topic log or has a
-    /// newer version, or a setting is invalid.
+    /// [`BrokerError::Refused`] where the directory is missing, the lock file cannot be opened, the
+    /// file is damaged, no topic log or of a newer version, or a setting is invalid.
+    /// [`BrokerError::Unavailable`] where the file is in use or read-only, or its disk is full.
     pub async fn open(config: EmbeddedConfig) -> Result<Self, BrokerError> {
         Ok(Self { log: Arc::new(Log::open(config).await?) })
     }

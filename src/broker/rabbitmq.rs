@@ -3,7 +3,7 @@
 //!
 //! Guarantees: a row is proven by an ack **and** no return. The order of a key holds also after a
 //! nack. Publishing and consuming use separate connections. Every wait for the server has a
-//! deadline, except the wait for confirms while the server says that it is blocked.
+//! deadline, except the wait for confirms: the relay bounds it while the server is not blocked.
 //!
 //! Not here: SQL, decisions about refusals, retries across sessions; policies of the server, which
 //! an operator sets.

@@ -1,5 +1,5 @@
 //! Which partitions a member takes and which it gives up: a function of the live members and the
-//! owners of partitions, with the same result for every member.
+//! owners of partitions. Every member computes the same quotas.
 //!
 //! Guarantees: the quotas of a topic's members add up to its partitions, so that every partition
 //! gets an owner. A member gives up only what is above its quota; the other partitions are read
@@ -22,9 +22,9 @@ pub struct Seat {
 /// The partitions that a member must take and give up.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Share {
-    /// Partitions that are free for it.
+    /// Free partitions that it takes.
     pub take: Vec<i64>,
-    /// Partitions of its own that another one is to have.
+    /// Partitions that it owns beyond its quota.
     pub give_up: Vec<i64>,
     /// Every partition of its topics has a live owner once `take` is taken.
     pub complete: bool,

@@ -20,10 +20,10 @@ pub struct EmbeddedConfig {
     /// How long acknowledgements are collected before they are committed together. If a crash loses
     /// some, their messages are delivered again.
     pub acknowledge_interval: Duration,
-    /// How long a transaction waits for its turn and for the file.
+    /// How long a transaction waits for its turn, and then for the file.
     pub busy_timeout: Duration,
-    /// Rows that are older than this and were read by every group are deleted. `None` keeps
-    /// everything; a topic that no group has read yet keeps everything too.
+    /// Rows that are older than this and that every group has handled are deleted. `None` keeps
+    /// everything; a topic that no group has joined yet keeps everything too.
     pub retention: Option<Duration>,
     /// A message with more bytes than this in key, headers and payload is refused.
     pub message_bytes_max: usize,
@@ -59,7 +59,7 @@ impl EmbeddedConfig {
         }
     }
 
-    /// The time between two heartbeats: short enough that a busy file does not cost the membership.
+    /// The time between two heartbeats: several may be late before the membership is lost.
     pub(super) fn heartbeat(&self) -> Duration {
         self.session_timeout / 6
     }

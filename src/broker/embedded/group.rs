@@ -99,7 +99,7 @@ pub(super) async fn join(
 }
 
 /// Renews this member's time, removes dead members, and takes the free partitions of its share.
-/// Returns `None` where other members have removed this one: join again.
+/// Returns `None` where this member was removed: join again.
 pub(super) async fn heartbeat(tx: &mut SqliteConnection, me: &Membership) -> Result<Option<GroupState>, sqlx::Error> {
     let now: i64 = sqlx::query_scalar(NOW).fetch_one(&mut *tx).await?;
     let alive = sqlx::query("update member set expires_at = ? where member_id = ?")

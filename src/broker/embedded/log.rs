@@ -84,15 +84,15 @@ impl Log {
         self.connect_with(SqliteSynchronous::Full, false).await
     }
 
-    /// Opens a connection for offsets and heartbeats. Its commits survive a crash of the process; a
-    /// power failure may lose those since the last sync. Messages whose acknowledgement was lost
-    /// are delivered again, and the inbox knows them.
+    /// Opens a connection for reading, offsets and heartbeats. Its commits survive a crash of the
+    /// process; a power failure may lose those since the last sync. Messages whose acknowledgement
+    /// was lost are delivered again, and the inbox knows them.
     pub(super) async fn connect_for_offsets(&self) -> Result<LogConnection, BrokerError> {
         self.connect_with(SqliteSynchronous::Normal, false).await
     }
 
-    /// Creates a missing file only where told, at the start. Later it is missing because a person
-    /// is replacing it: what we created meanwhile would be open when it is written over.
+    /// Creates a missing file only where told, at the start. If it is missing later, a person is
+    /// replacing it: a file that we created meanwhile would be open when theirs is written over it.
     async fn connect_with(&self, synchronous: SqliteSynchronous, create: bool) -> Result<LogConnection, BrokerError> {
         let options = SqliteConnectOptions::new()
             .filename(&self.config.path)

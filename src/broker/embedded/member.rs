@@ -2,10 +2,10 @@
 //! reads ahead and commits offsets.
 //!
 //! Guarantees: reading goes on while a transaction waits for its turn. At most `in_flight_max` rows
-//! and two queued batches are in flight (rows set aside do not count), and their bytes stay below
-//! `in_flight_bytes_max` plus the row that reaches it. A partition that must be given up is read no
-//! further; its lease is released when the runtime has finished or `drain` is over, in the
-//! transaction that commits its last offsets.
+//! are in flight (rows set aside do not count), at most two batches of them queued, and their bytes
+//! stay below `in_flight_bytes_max` plus the row that reaches it. A partition that must be given up
+//! is read no further; its lease is released when the runtime has finished or `drain` is over, in
+//! the transaction that commits its last offsets.
 //!
 //! Polling is adaptive, every 2 to 20 ms, and costs one pragma where nothing changed.
 
@@ -68,7 +68,7 @@ struct Order {
 struct Written {
     order: Order,
     state: Option<GroupState>,
-    /// The new membership, where other members had removed this one and it joined again.
+    /// The new membership, where this member had been removed and joined again.
     joined_anew: Option<Membership>,
 }
 
@@ -116,7 +116,7 @@ pub(super) struct Member {
     appended: watch::Receiver<u64>,
     /// The group's generation at this member's last heartbeat.
     generation: i64,
-    /// Whether the generation has changed since: then the next heartbeat is due at once.
+    /// Whether a heartbeat is due at once: at the start, and when the generation has changed.
     heartbeat_now: bool,
     heartbeat_at: Instant,
     committed_at: Instant,

@@ -5,8 +5,7 @@
 //! (R15). When a row itself is refused, later rows of its key are not appended (`Refusal::Behind`)
 //! until the runtime has received the refusal. While the file takes nothing (its disk is full,
 //! another process holds it), the broker is blocked: the rows wait, and no message is at fault. A
-//! session that has ended begins no other append, also where its writer waits for the file just
-//! then.
+//! session that has ended begins no append, even if its writer was waiting for the file then.
 //!
 //! No topic is ever missing: its first row creates it.
 

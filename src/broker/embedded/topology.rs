@@ -1,5 +1,5 @@
-//! Topics: they are created at the first publish or subscribe, or declared; and the work on whole
-//! topics: deleting, checking, `read_all`.
+//! Creates topics, at the first publish or subscribe or when they are declared; deletes, checks and
+//! reads whole topics.
 
 use std::sync::Arc;
 
@@ -198,7 +198,8 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
     Ok(findings)
 }
 
-/// The groups that nobody is in, that no subscription names, and that retention keeps rows for.
+/// The findings for groups that have no live member, that no subscription names, and that retention
+/// keeps rows for.
 async fn keepers(
     log: &Log,
     connection: &mut SqliteConnection,

@@ -16,7 +16,7 @@ use crate::text::loopback::is_loopback;
 /// The oldest version with quorum queues, a single active consumer, and redelivery in order.
 const OLDEST: (u32, u32) = (3, 10);
 
-/// Examines everything that the publisher and these subscriptions use. Creates nothing.
+/// Examines everything that the publisher and these subscriptions use. Leaves nothing behind.
 pub(super) async fn check(
     config: &Known,
     version: &ServerVersion,

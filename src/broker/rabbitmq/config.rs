@@ -44,17 +44,19 @@ pub struct RabbitConfig {
     pub channels: usize,
     /// Most publishes without a confirm, over all channels of a session.
     pub publish_window: usize,
-    /// Most bytes of rows that a session holds before `send` waits. It is the only bound for rows
-    /// that wait for an earlier row of their key (R20).
+    /// Most bytes of rows that a session holds before `send` waits. Rows that wait for an earlier
+    /// row of their key (R20) count here, not in `publish_window`.
     pub held_bytes_max: usize,
     /// Most deliveries in flight on one queue, even if the subscription allows more.
     pub prefetch: u16,
-    /// The heartbeat that is asked for; the server may ask for a shorter one.
+    /// The heartbeat that is asked for, in whole seconds, at least 1; the server may ask for a
+    /// shorter one.
     pub heartbeat: Duration,
-    /// The time limit for resolving, connecting, TLS and the handshake together, and for each
-    /// answer of the server.
+    /// The time limit for resolving, connecting, TLS and the handshake with one server together,
+    /// and for each answer of it.
     pub connect_deadline: Duration,
-    /// The time limit for every close.
+    /// The time limit for every close, for sending an acknowledgement, and for the last confirms of
+    /// a session that ends.
     pub close_deadline: Duration,
     /// How long the relay waits before it tries a row of a topic without a route again.
     pub route_retry: Duration,

@@ -44,8 +44,9 @@ use crate::message::{OutgoingMessage, lane_id};
 /// Reply codes about the message itself if it was alone: too large, precondition, frame, syntax.
 const ABOUT_THE_MESSAGE: [u16; 4] = [311, 406, 501, 502];
 
-/// How many rows a careful session publishes one after the other. Enough to come to the message at
-/// which the connections before it were cut: rows proven before that message are not sent again.
+/// How many rows a careful session publishes one after the other. If the message at which the
+/// connections were cut is further behind, a later session comes to it: what is proven before it is
+/// not sent again.
 const CAREFUL_ROWS: usize = 256;
 
 /// How often the task checks the connection.
@@ -436,7 +437,7 @@ impl Confirms {
                 self.shared.lock().blocked = None;
             }
             // An error of a channel is handled with its confirms, which tell the affected rows, or
-            // it belongs to a probe.
+            // it is the answer to a question about the exchange.
             Event::Error(error) if !error.is_amqp_soft_error() => {
                 self.is_cut |= is_cut(&error);
                 self.end(classify(&error));

@@ -11,8 +11,8 @@
 //! 3. the old queues are deleted. Only then are consumers of the new number admitted.
 //!
 //! Guarantees: each step may be repeated, and the change may be interrupted and begun again. A
-//! queue is deleted only after two looks found no message and no consumer. During the change, a
-//! consumer of any other number is refused.
+//! queue is deleted only after two looks found no ready message and no consumer. During the change
+//! only consumers of the old number are admitted.
 //!
 //! Not here: who waits, and how long (`oncebox queues repartition`).
 
@@ -113,7 +113,7 @@ async fn numbered(queue: &str, topology: &mut Topology<'_>) -> Result<Vec<String
 }
 
 /// The number of partitions with which consumers read these queues. A numbered queue that stands
-/// alone is the rest of several: with partitions = 1 they would read the new queue.
+/// alone is the rest of several: consumers with partitions = 1 read the queue without a number.
 fn number(queue: &str, old: &[String]) -> usize {
     if old[0] == queue { 1 } else { old.len().max(2) }
 }
@@ -172,8 +172,8 @@ pub(super) async fn step(
             "topic `{topic}` is on its way from partitions = {wanted} to {from}; finish that first"
         )));
     }
-    // An older version that was broken off could leave this marker behind. Once the new queues
-    // exist, it would say that they are drained.
+    // A change that was interrupted in an older version could leave this marker behind. Once the
+    // new queues exist, it would say that they are drained.
     topology.delete_exchange(&draining(&queue, wanted as usize)).await?;
     let marker = draining(&queue, from);
     topology.declare_exchange(&marker, lapin::ExchangeKind::Fanout, durable(), FieldTable::default()).await?;

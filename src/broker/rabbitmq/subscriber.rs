@@ -54,8 +54,9 @@ struct Source {
     channel: Channel,
     consumer: Consumer,
     prefetch: u16,
-    /// The highest delivery tag received; below, the highest tag acknowledged.
+    /// The highest delivery tag received.
     delivered: u64,
+    /// The tag up to which all are acknowledged.
     acknowledged: u64,
     /// Unacknowledged delivery tags, with the weight of each in bytes.
     in_flight: VecDeque<(u64, usize)>,
@@ -136,8 +137,8 @@ impl RabbitSubscriber {
         let link = &subscriber.link;
         let mut queues = Vec::new();
         let mut topology = Topology::new(link, config);
-        // The publisher declares it in the same way, so that either may start first, and other
-        // producers need no publisher of ours.
+        // The publisher declares a missing one in the same way, so that either may start first, and
+        // other producers need no publisher of ours.
         topology.exchange().await?;
         for topic in &subscription.topics {
             queues.extend(repartition::admit(subscription, topic, unlimited, &mut topology).await?);

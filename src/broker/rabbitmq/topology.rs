@@ -21,8 +21,8 @@ use crate::broker::Subscription;
 use crate::error::BrokerError;
 use crate::message::wire;
 
-/// How often a queue delivers a message before it is dropped. Servers that have such a limit by
-/// default get -1, which means no limit; older servers do not know that value.
+/// The argument for how often a queue delivers a message before it drops it. Servers that have such
+/// a limit by default get -1, which means no limit; older servers do not know that value.
 const DELIVERY_LIMIT: &str = "x-delivery-limit";
 /// The exchange type of the plugin `rabbitmq_consistent_hash_exchange`.
 const CONSISTENT_HASH: &str = "x-consistent-hash";
@@ -41,7 +41,8 @@ pub(super) struct QueueState {
 pub(super) enum Limit {
     /// It is the one that we ask for: none.
     AsAsked,
-    /// It is another one: that of the queue's own declaration, where this has one that is told.
+    /// It is another one: the number that the queue was declared with, or `None` where it was
+    /// declared without a limit or the number is not known.
     Other(Option<i32>),
     /// Only a user with the right to declare the queue is told its arguments.
     Unknown,

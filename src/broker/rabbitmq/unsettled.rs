@@ -34,7 +34,7 @@ pub(super) struct State {
     ended: Option<BrokerError>,
     /// Why the server accepts no messages now.
     pub(super) blocked: Option<String>,
-    /// Topics whose last message was returned: when, and why.
+    /// Topics whose last message was returned, or refused for its destination: when, and why.
     no_route: HashMap<String, (Instant, String)>,
 }
 
@@ -83,7 +83,7 @@ impl State {
         self.ended.clone().map_or(Ok(()), Err)
     }
 
-    /// Notes that the last message of a topic was returned.
+    /// Notes that the last message of a topic was returned, or refused for its destination.
     pub(super) fn has_no_route(&mut self, topic: &str, why: &str) {
         self.no_route.insert(topic.to_owned(), (Instant::now(), why.to_owned()));
     }
@@ -93,8 +93,7 @@ impl State {
         self.no_route.remove(topic);
     }
 
-    /// Whether a topic can be sent to. After a message was returned, the topic is not ready until
-    /// `route_retry` has passed.
+    /// Whether a topic can be sent to. After such a refusal it is not ready for `route_retry`.
     pub(super) fn state_of(&mut self, topic: &str, route_retry: Duration) -> TopicState {
         if let Some((at, why)) = self.no_route.get(topic)
             && at.elapsed() < route_retry

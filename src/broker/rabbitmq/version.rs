@@ -1,4 +1,5 @@
-//! Asks for the version of the server, which decides one queue argument (R30).
+//! Asks for the version of the server, which decides whether queues are declared without a delivery
+//! limit (R30).
 //!
 //! The client library receives the version in `connection.start` and does not keep it. So we ask on
 //! a socket of our own, which is closed after that first frame. It is asked once per broker object.
