@@ -73,7 +73,7 @@ pub struct ConsumerOptions {
     /// for an outage of some hours, and 1 GB with messages of 1 KB. Dead messages count here too,
     /// so keep it above `dead_rows_max`.
     pub waiting_rows_max: usize,
-    /// The longest time for one call of a handler. Default zero: what the store takes. That is 30 s,
+    /// The longest time for one call of a handler. Default zero: what the store takes. It is 30 s,
     /// and 2 s on SQLite, where a handler holds the write lock of the whole file: a longer one is
     /// allowed there, and the log warns of it. On a server set the timeout of the store's options
     /// to the same.
