@@ -89,7 +89,7 @@ struct Shared {
     silence: Silence,
     /// The tries that are counted and not made yet.
     unspent: Unspent,
-    /// Signals that a message became due, so that a retrier looks.
+    /// Signals that a message was stored for a later try or became due, so that a retrier looks.
     parked: Notify,
     /// How many retriers have leased messages; with any, the consumer is not idle.
     retrying: AtomicUsize,
@@ -140,7 +140,7 @@ impl Consumer {
     ///
     /// # Errors
     /// Errors that a person must repair: a missing schema, a refused setting, a changed id rule, a
-    /// horizon that is too short.
+    /// horizon that is too short, a consumer that an operator forgot while it ran.
     ///
     /// # Cancel safety
     /// If the future is dropped, running messages are not acknowledged and come again. Prefer the
@@ -279,9 +279,9 @@ impl Shared {
         }
     }
 
-    /// Subscribes, and subscribes again after each error of a subscriber, but not while the
-    /// database is silent: another process may have a way to it. Messages that were not
-    /// acknowledged come again.
+    /// Subscribes, and subscribes again after each error of a subscriber that is no refusal, but
+    /// not while the database is silent: another process may have a way to it. Messages that were
+    /// not acknowledged come again.
     async fn serve(self: &Arc<Self>, consumer: ConsumerId, stop: &CancellationToken) -> Result<RunEnd, RunError> {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
         loop {

@@ -2,8 +2,8 @@
 //! follow such a message of their key. So a process that froze stops only the keys that it works
 //! on.
 //!
-//! Promise: a message that is set aside is older than later messages of its key, and messages leave
-//! in the order in which they came.
+//! Promise: while a message is set aside, no later message of its key runs. Messages leave in the
+//! order in which they came.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Duration;

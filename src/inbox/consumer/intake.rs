@@ -34,7 +34,7 @@ use crate::task;
 pub(super) const HAND_BACK: Duration = Duration::from_secs(4);
 
 /// How long a partition that is given up waits until its row is closed. A database that works needs
-/// far less. Without that, the next owner treats the first messages as suspect.
+/// far less. Where the row stays open, the next owner treats the first messages as suspect.
 const CLOSE_MAX: Duration = Duration::from_secs(3);
 
 /// The name of the trouble of a consumer that makes no progress.
@@ -477,7 +477,7 @@ impl Intake<'_> {
             self.acknowledge(&id).await;
             self.give_up_if_drained(&id).await;
         }
-        // A part of the room in the broker, so that most deliveries are reported by the mark alone.
+        // Not at once: the mark soon covers most of them.
         let untold: usize = self.sources.values().map(|assigned| assigned.untold.len()).sum();
         if untold > self.shared.options.in_flight_max / 4 {
             self.tell_finished(|_| true).await;
@@ -490,7 +490,8 @@ impl Intake<'_> {
         self.aside = self.aside.saturating_sub(usize::from(done.was_aside));
     }
 
-    /// If the mark has not moved since the last tick, an unfinished delivery holds it.
+    /// Reports finished deliveries of each partition whose mark has not moved since the last tick:
+    /// an unfinished delivery holds it.
     async fn tell_where_the_mark_stands(&mut self) {
         self.tell_finished(|assigned| assigned.seen == assigned.mark.committable()).await;
         for assigned in self.sources.values_mut() {
@@ -576,7 +577,7 @@ impl Intake<'_> {
         if let Some(why) = self.refused.values().next() {
             return Err(BrokerError::Refused(why.clone()));
         }
-        // In this order: a message that is leased now was due before.
+        // The due time is read first: what a retrier leases after that was due at this read.
         let due = self.shared.store.next_due(self.consumer, &self.shared.scope).await;
         let Ok(due) = due else { return Ok(false) };
         if self.shared.retrying.load(Ordering::Acquire) > 0 || due.is_some_and(|due| due.is_zero()) {

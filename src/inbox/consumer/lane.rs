@@ -72,7 +72,7 @@ enum Tries {
 }
 
 impl Tries {
-    /// Whether this process has counted tries, as far as it knows.
+    /// Whether this process has counted tries, or may have.
     fn may_be_counted(&self) -> bool {
         matches!(self, Self::Due { may_be_counted: true, .. } | Self::Counted)
     }
@@ -371,7 +371,8 @@ impl Lane {
                 items.extend(last);
                 let second = items.split_off(items.len() / 2);
                 for half in [second, items] {
-                    // Messages that must be set aside with the other half leave this one.
+                    // The first half runs first. If a message of it is set aside, those of its key
+                    // leave the second half.
                     stack.push(Work::Batch(half, tries.clone()));
                 }
             }

@@ -5,7 +5,8 @@ use crate::inbox::rules::position::Break;
 use crate::message::IdRule;
 use crate::observe;
 
-/// Logs and counts a partition that does not continue at the consumer's position; returns the text.
+/// Logs why a partition does not continue at the consumer's position, and counts the records that
+/// are lost; returns the text.
 pub(super) fn tell(consumer: &str, source: &PartitionId, because: Break) -> String {
     let place = format!("{}/{}", source.place, source.partition);
     let said = match because {

@@ -73,10 +73,10 @@ pub struct ConsumerOptions {
     /// for an outage of some hours, and 1 GB with messages of 1 KB. Dead messages count here too,
     /// so keep it above `dead_rows_max`.
     pub waiting_rows_max: usize,
-    /// The longest time for one handler. Default zero: what the store takes, which is 30 s, and 2 s
-    /// on SQLite, where a handler holds the write lock of the whole file: a longer one is allowed
-    /// there, and the log warns of it. On a server set the timeout of the store's options to the
-    /// same.
+    /// The longest time for one call of a handler. Default zero: what the store takes. It is 30 s,
+    /// and 2 s on SQLite, where a handler holds the write lock of the whole file: a longer one is
+    /// allowed there, and the log warns of it. On a server set the timeout of the store's options
+    /// to the same.
     pub handler_timeout: Duration,
     /// When a failed message is tried again, and when it is dead.
     pub retry: RetryPolicy,
@@ -163,8 +163,8 @@ impl ConsumerOptions {
         self
     }
 
-    /// Refuses a time that no instant reaches, and the name that means the outbox wherever dead
-    /// messages are counted or listed: one of the two would hide those of the other.
+    /// Refuses a time above 100 years, and the name `outbox`: it means the outbox wherever dead
+    /// messages are counted or listed, so one of the two would hide those of the other.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.name == "outbox" {
             let why =

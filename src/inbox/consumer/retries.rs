@@ -5,11 +5,11 @@
 //! While their handlers run they are dead in that transaction (`transaction-ended`), and they are
 //! removed after the proof. So a handler that commits by itself leaves them dead, and they are not
 //! lost, also where the process dies then. A head whose last lease expired may have killed its
-//! process: it runs with nothing beside it, and its try is counted before. A message that failed
-//! before runs alone in its transaction, beside other messages, and its try is counted when it
-//! fails. Messages that were never tried run in batches, so a key is drained as fast as it was
-//! filled. A failure that lasts while the database works for others postpones its message again and
-//! again and counts nothing.
+//! process: it runs with nothing beside it for its first second, and its try is counted before. A
+//! message that failed before runs alone in its transaction, beside other messages, and its try is
+//! counted when it fails. Messages that were never tried run in batches, so a key is drained as
+//! fast as it was filled. A failure that lasts while the database works for others postpones its
+//! message again and again and counts nothing.
 //!
 //! Not here: when the next try is (`time::retry`), and the statements (`store::sql::waiting`).
 
@@ -41,7 +41,7 @@ use crate::time::retry::{ATTEMPTS, Decision};
 const LEASE_SPARE: Duration = Duration::from_secs(10);
 /// The longest pause between two searches: messages of other processes become due without a signal.
 const POLL: Duration = Duration::from_millis(500);
-/// After how many transient failures a head is released, so that other keys are tried.
+/// After more transient failures than this a head is released, so that other keys are tried.
 const FAULTS_MAX: u32 = 5;
 /// The pause between two searches for heads that a race left without a due time.
 const SWEEP: Duration = Duration::from_secs(5);
@@ -219,7 +219,8 @@ impl Retrier {
         Ok(())
     }
 
-    /// Leases the messages that are due first.
+    /// Leases the head that is due first, and those behind it that were never tried if it was not
+    /// tried either.
     async fn look(&mut self, swept: &mut Instant) -> Result<Due, StoreError> {
         let (shared, consumer) = (Arc::clone(&self.shared), self.consumer);
         if swept.elapsed() >= SWEEP {

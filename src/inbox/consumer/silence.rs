@@ -21,7 +21,7 @@ use crate::time::pace::sleep_unless;
 /// A usual failover of the database ends within it, so it moves no partition.
 const SILENCE_MAX: Duration = Duration::from_secs(30);
 
-/// How long a sign of life may take. No silence is shorter.
+/// How long a sign of life may take. No consumer leaves the broker after a shorter silence.
 const SIGN_MAX: Duration = Duration::from_secs(5);
 
 /// How often a consumer that has left looks whether the silence is over.

@@ -3,7 +3,7 @@
 //!
 //! Promise: a suspect that waits for its turn keeps others from starting for at most a fifth of the
 //! time, so a handler that hangs stops only its own lane. The suspect gets its turn once it has
-//! stood in line as long as the slowest handler takes.
+//! stood in line as long as the slowest transaction takes.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use tokio::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 const IN_LINE: Duration = Duration::from_millis(100);
 /// How long it then leaves the line, as a multiple of the time in line.
 const OUT_OF_LINE: u32 = 4;
-/// The longest time in line, even if a handler may run for longer.
+/// The longest time in line, even if a transaction may run for longer.
 const IN_LINE_MAX: Duration = Duration::from_secs(300);
 
 /// How long a suspect runs alone: what kills a process mostly does so at once. After that others

@@ -1,9 +1,8 @@
 //! The limits on stored messages, dead ones and all of them: at a limit no more messages are taken
-//! and the health says so, until there is room again (R31).
+//! and the health says so, until there is room again (G11). What waits is tried on meanwhile.
 //!
-//! Not here: the pause itself (`intake`). What waits is tried also then. The numbers are checked
-//! from time to time, not at every message, so they can exceed a limit by what is handled between
-//! two checks.
+//! The numbers are checked from time to time, not at every message, so they can exceed a limit by
+//! what is stored between two checks. Not here: the pause itself (`intake`).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -64,7 +63,8 @@ pub(super) async fn run(shared: Arc<Shared>, consumer: ConsumerId, stop: Cancell
     let mut failing = Failing::new(&shared, "stored messages", String::new());
     let mut full = None;
     loop {
-        // At a limit the part stays while the database is away; then only this says that it turns.
+        // The part stands while a limit is reached. If the looks fail then, only this beat shows
+        // that the loop turns.
         shared.health.beat(&part);
         let began = Instant::now();
         let looked = look(&shared, consumer, full).await;

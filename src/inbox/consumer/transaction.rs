@@ -18,8 +18,8 @@ use crate::message::Message;
 use crate::observe::Trouble;
 use crate::time::pace::Pace;
 
-/// How long an answer is waited for after the grace of a stop: less than the time after which the
-/// task is aborted, so that it can still say what is not known.
+/// How long an answer is waited for after the grace of a stop. Unless the grace is 6 s or shorter,
+/// the task is aborted later than that, so it can still say what is not known.
 const LAST_WORD: Duration = Duration::from_secs(3);
 
 /// How a transaction ended that we did not commit.

@@ -36,7 +36,7 @@ impl Unspent {
         }
     }
 
-    /// What was counted stays counted.
+    /// Forgets all of them: what was counted stays counted.
     pub(super) fn clear(&self) {
         self.0.lock().clear();
     }

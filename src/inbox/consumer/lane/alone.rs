@@ -5,9 +5,9 @@
 //! the process dies, this message is counted and no other (R26). All other messages that run alone
 //! in their transaction run beside other lanes: one that waits for a lock delays only its own lane.
 //!
-//! Promise: a try is counted only when nothing remains but the handler. If a stop, a revocation or
-//! a transient failure prevents the try, the count is taken back when the message is left for
-//! later.
+//! Promise: the try of a suspect is counted right before its transaction begins. If a stop, a
+//! revocation or a transient failure prevents the try, the count is taken back when the message is
+//! left for later.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,7 +29,7 @@ pub(super) enum Why {
     Suspect,
     /// Its try in a batch failed.
     Failed(HandlerError),
-    /// It failed several times with transient errors.
+    /// Its batch failed, and no try is counted for that: alone it may succeed.
     Transient,
     /// In a batch it waited for a lock that somebody holds, until the statement's time was over.
     WaitedForALock(HandlerError),
