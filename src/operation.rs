@@ -24,6 +24,7 @@
 //! | `standing` | marks a run as unknown in the background, after its request was answered |
 //! | `running`, `memory` | the runs of this process; how much memory request bodies may take |
 //! | `reach`, `admission` | whether the store answers; how many operations its connections carry |
+//! | `quota`, `live` | how many bytes a tenant has stored; which fingerprints this process reads |
 //!
 //! Not here: the statements ([`store`](crate::store)), and HTTP or gRPC, which only translate
 //! requests and answers.

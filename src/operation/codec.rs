@@ -129,8 +129,8 @@ pub(super) fn decode(
 const ERROR_CODE_MAX: usize = 128;
 
 /// Reads the error code of a failure: the member `code` of a JSON body. The code is stored in
-/// plain. So it is read only from a body that is kept whole, after redaction, and only if it looks
-/// like a code (M67).
+/// plain. So it is read only where the answer is [`Keep::Exact`], after redaction, and only if it
+/// looks like a code (M67).
 pub(super) fn error_code(endpoint: &Endpoint, reply: &Reply) -> Option<String> {
     #[derive(serde::Deserialize)]
     struct Coded {

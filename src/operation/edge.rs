@@ -7,8 +7,9 @@
 //!   released (O11). The handler runs in its own task, and its lease is extended while it runs. The
 //!   handler is not stopped when the client disconnects, when the engine's timeout answers 409, or
 //!   when the lease is lost.
-//! * The answer is given only after the outcome is stored. If that fails, the request gets 503
-//!   `IDEMPOTENCY_RESULT_NOT_STORED`, and the write is retried for one lease after that answer.
+//! * The answer is given only after the outcome is stored. If that fails, or the store goes away
+//!   while the handler runs, the request gets 503 `IDEMPOTENCY_RESULT_NOT_STORED`. The outcome is
+//!   written later, with retries for one lease after its first try.
 //! * How the run ended is judged only by what is certain
 //!   ([`classify`](crate::operation::rules::classify)).
 //!
@@ -74,7 +75,7 @@ pub enum EdgeAnswer<T> {
     Ran {
         /// The answer that the handler gave.
         answer: T,
-        /// After how many seconds to retry, where the same key may run again (O29).
+        /// After how many seconds to retry a failure after which the same key may run again (O29).
         retry_after: Option<u32>,
     },
     /// An answer of the engine, or a replayed outcome.
@@ -148,7 +149,7 @@ async fn claim_and_drive<S, T, R, W>(
     W: Future<Output = Ended<T>>,
 {
     // A bridged handler holds a connection, as a transactional one does, so it needs a place.
-    // Whether another handler holds one is not known.
+    // Whether a handler of mode `edge` holds one is not known.
     let place = match front.endpoint.route().mode {
         Mode::Bridged => match front.place().await {
             Ok(place) => Some(place),
@@ -187,9 +188,9 @@ async fn claim_and_drive<S, T, R, W>(
 /// A claim that repeats a run of unknown outcome is not deleted: the record becomes UNKNOWN again.
 ///
 /// "There is no such claim" does not end the search: the claim may still be queued in the server,
-/// commit later, and then become unknown. So the release is tried until it has removed a claim, or
-/// until a lease has passed. A retry of the client that claims the key meanwhile is not affected,
-/// because its claim has another token.
+/// commit later, and then become unknown. So the release is tried until it has removed a claim or a
+/// lease has passed, and while the engine drains only until the store has answered. A retry of the
+/// client that claims the key meanwhile is not affected, because its claim has another token.
 async fn release_lost(front: &Front, begin: &Begin) {
     let until = Instant::now() + begin.claim.lease;
     let mut pace = Pace::new(Duration::from_millis(50), Duration::from_secs(5));

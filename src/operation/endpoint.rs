@@ -135,8 +135,8 @@ impl Endpoint {
             && self.readable == other.readable
     }
 
-    /// Refuses an operation of a mode that this door cannot serve: all its requests would get 503
-    /// (M4).
+    /// Refuses an operation of a mode that `door` does not serve: all its requests would get 503
+    /// (M4). `door` names the caller in the error: the layer, for example.
     #[cfg(any(feature = "http", feature = "grpc"))]
     pub(crate) fn served_by(self, door: &'static str, modes: &[Mode]) -> Result<Self, Invalid> {
         let mode = self.route.mode;

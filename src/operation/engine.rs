@@ -84,17 +84,17 @@ pub struct EngineOptions {
     /// tenant that sends many or slow requests leaves room for others.
     pub body_memory_per_tenant_max: Option<usize>,
     /// How many operations of one tenant may run in this process at once. The same number may be
-    /// committed without an outcome in the store (O11): running in other processes, or unknown and
-    /// not resolved. Default: no limit. A request beyond it gets 429 `IDEMPOTENCY_QUOTA_EXCEEDED`,
-    /// and nothing is stored. The count in the store, one before each claim, locks nothing:
-    /// requests that come at once may exceed the limit, by at most as much again for each process.
+    /// committed without an outcome in the store (O11): running, in any process, or unknown and not
+    /// resolved. Default: no limit. A request beyond it gets 429 `IDEMPOTENCY_QUOTA_EXCEEDED`, and
+    /// nothing is stored. The count in the store, one before each claim, locks nothing: requests
+    /// that come at once may exceed the limit, by at most as much again for each process.
     pub open_per_tenant_max: Option<u32>,
     /// How many bytes the stored answers of one tenant may take, as they stand in the database.
     /// Default: no limit. Beyond it, what would run for the first time gets 429
     /// `IDEMPOTENCY_QUOTA_EXCEEDED`, and nothing is stored; stored answers are still replayed. Each
-    /// process asks the store at most every five seconds, so the limit keeps a database from
-    /// filling over hours; use a rate limit against fast clients. A body counts until its lifetime
-    /// ends. Records without a body and the commands of phased operations, which
+    /// process asks the store at most every five seconds for a tenant, so the limit keeps a
+    /// database from filling over hours; use a rate limit against fast clients. A body counts until
+    /// its lifetime ends. Records without a body and the commands of phased operations, which
     /// [`Self::open_per_tenant_max`] limits, do not count. With a guard store, which does not count
     /// bytes, [`Engine::protect`](Core::protect) returns an error.
     pub stored_bytes_per_tenant_max: Option<u64>,
@@ -280,8 +280,7 @@ impl Core {
     }
 
     /// Waits at most this long until all tasks that were started here have ended; returns whether
-    /// they have. Stop taking requests first. Give less time than the shortest lease, so that no
-    /// other process takes over a task that still runs here.
+    /// they have. Stop taking requests first. Leases of these tasks are renewed meanwhile.
     pub async fn drain(&self, at_most: Duration) -> bool {
         self.inner.tasks.close();
         let ended = tokio::time::timeout(at_most, self.inner.tasks.wait()).await.is_ok();

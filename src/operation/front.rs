@@ -1,13 +1,13 @@
 //! The front of every operation: what happens with a request before and after it executes (O15).
 //!
 //! An operation makes a [`Front`] for a request whose body is read and validated, and takes turns
-//! until it has an answer. After [`Turn::Begin`] the operation makes a claim in the store. If the
-//! store refuses the claim, the operation calls [`Front::refused`] and takes the next turn. If the
+//! until it has an answer. After [`Turn::Begin`] it makes a claim in the store. If the store refuses
+//! the claim, it calls [`Front::refused`] or [`Front::look_again`] and takes the next turn. If the
 //! claim is made, it runs, stores the outcome, and answers by [`Front::first`].
 //!
 //! Promises: [`decide`] alone decides, and nothing executes without its decision. A front holds no
 //! connection between two reads, so waiting duplicates do not starve others. Every loop has a
-//! bound, and every turn is counted in metrics.
+//! bound. Every claim, replay and refusal is counted in metrics.
 //!
 //! Cancel safety: dropped at any point, it owns nothing. Dropping [`Begin`] removes its entry from
 //! the map of runs.
@@ -173,7 +173,7 @@ impl Front {
     }
 
     /// The answer to a request that is refused before the store is asked and the body is read: no
-    /// key, no scope, another region. `None`: continue.
+    /// valid key, no scope, another region. `None`: continue.
     pub(crate) fn early(&self) -> Option<Answered> {
         let decision = self.decide(KeyFound::NotAsked);
         let goes_on = matches!(decision, Decision::Look | Decision::PassThrough);

@@ -13,11 +13,12 @@
 //! * [`Operations::begin_operation`] begins the transaction that holds claim, effects and outcome
 //!   together (mode `same_tx`). If it is dropped or rolled back, nothing of it stays.
 //!
-//! Errors of all methods: [`StoreError::Busy`], [`StoreError::Unavailable`] and other errors of a
+//! Errors of all methods: [`StoreError::Busy`] and other errors that the database returned for a
 //! single statement are definite: nothing was changed. After [`StoreError::CommitUnknown`], and
-//! after a connection was lost during a statement that commits by itself, the result is unknown:
-//! read the record again, do not guess. A fenced statement may be repeated. If the first one took
-//! effect, the second returns [`Fenced::LostOwnership`], and reading the record shows why.
+//! after [`StoreError::Unavailable`] because a connection was lost during a statement that commits
+//! by itself, the result is unknown: read the record again, do not guess. A fenced statement may be
+//! repeated. If the first one took effect, the second returns [`Fenced::LostOwnership`], and
+//! reading the record shows why.
 //!
 //! Cancel safety: a call that is dropped has happened completely or not at all; read the record
 //! again.
@@ -565,6 +566,7 @@ pub trait OperationTx: Debug + Send {
 
     /// Takes back all effects since the claim; the claim stays. It is for a rejection that must be
     /// remembered (pitfall 18). It also repairs a transaction that a swallowed error aborted.
+    /// PostgreSQL claims again here: [`StoreError::Busy`] if another transaction was faster.
     async fn undo_effects(&mut self) -> Result<Proof, StoreError>;
 
     /// For a transaction that no longer exists after a transient error, such as a deadlock, by

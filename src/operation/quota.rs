@@ -1,8 +1,9 @@
 //! Limits how many bytes of answers a tenant may have stored; asks the store from time to time.
 //!
 //! Promises: for each tenant, the store is asked at most once in [`EVERY`], by one request at a
-//! time, and for at most a twentieth of the time. The number of tenants that are remembered is
-//! bounded. Between two queries a tenant can exceed its quota by what it stores meanwhile.
+//! time, and for at most a twentieth of the time; after a query that failed, the next request asks.
+//! The number of tenants that are remembered is bounded. Between two queries a tenant can exceed
+//! its quota by what it stores meanwhile.
 //!
 //! Cancel safety: if a request is dropped while it asks, the next request may ask.
 

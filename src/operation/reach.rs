@@ -9,7 +9,8 @@
 //! missing says so here ([`Reach::failed`]). The health shows it until the task can read the key of
 //! that request, so the end is seen without another request.
 //!
-//! Promise: an outage is known after at most [`EVERY`] plus [`SIGN_MAX`], and so is its end.
+//! Promise: an outage is known after at most [`EVERY`] plus [`SIGN_MAX`], and so is its end; while
+//! tables are missing, a [`SIGN_MAX`] later.
 
 use std::future::Future;
 use std::sync::{Arc, Weak};

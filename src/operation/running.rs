@@ -1,11 +1,11 @@
 //! The operations that run in this process: one entry for each key whose operation began here and
-//! has not ended.
+//! has not ended. That of a phased operation ends with its first phase, after which duplicates read
+//! the record.
 //!
-//! Promises: an entry answers a duplicate (409, or 422 for another command) without a connection,
-//! except where a route answers with a link to the operation (202), which only the record knows. An
-//! entry never decides that something executes (O15, O19). Dropping its holder removes the entry,
-//! also after a panic, and wakes all requests that wait for it. The number of requests that wait
-//! for a key is bounded.
+//! Promises: an entry answers a duplicate (409, or 422 for another command) without a connection.
+//! An entry never decides that something executes (O15, O19). Dropping its holder removes the
+//! entry, also after a panic, and wakes all requests that wait for it. The number of requests that
+//! wait for a key is bounded.
 //!
 //! Not here: the runs of other processes, which only the store knows.
 

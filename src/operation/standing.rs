@@ -19,8 +19,8 @@ use crate::error::StoreError;
 const TRIED_FOR: Duration = Duration::from_secs(60);
 const AGAIN: Duration = Duration::from_millis(250);
 
-/// Retries `stand`, which writes the row if the record is still as the claim saw it, after the
-/// answer: a retry of the client that ran first would be a second effect (O1).
+/// Retries `stand` after the request was answered. `stand` writes the row if the record is still as
+/// the claim saw it. A retry of the client that runs before that is a second effect (O1).
 pub(super) fn mark_unknown_later<F: Future<Output = Result<(), StoreError>> + Send + 'static>(
     engine: &Core,
     begin: &Begin,

@@ -13,8 +13,9 @@
 //!
 //! A claim that runs in this process is left alone. So is one whose lease ended less than half its
 //! length ago, which the store does not return: after an outage its process may renew it yet. (A
-//! request under the key waits for the end of the lease only: a run of mode `edge` that goes on
-//! takes its UNKNOWN record back, and one of mode `bridged` is rolled back.)
+//! request under the key does not wait so long: it judges the claim as soon as its lease is over.
+//! If the run goes on all the same, one of mode `edge` writes its outcome into the UNKNOWN record,
+//! and one of mode `bridged` is rolled back.)
 //!
 //! Where the route can reconcile, a sweep also reconciles records that are UNKNOWN already: those
 //! whose outcome could not be found out yet, and those that a handler left unknown. The pauses

@@ -209,7 +209,7 @@ struct Execution {
     handler: Box<dyn Handle>,
 }
 
-/// What a task that was to execute comes back with.
+/// The result of a task that was started to execute.
 enum Ran {
     Answer(Answered),
     /// Nothing was begun here: the record says what follows.

@@ -115,8 +115,8 @@ pub enum GuardError {
     #[error(transparent)]
     Seal(#[from] SealError),
     /// The answer is a stream, or its body failed or did not end within the route's completion
-    /// budget, so the guard committed nothing. If the handler had not ended the transaction itself,
-    /// everything was rolled back; otherwise the outcome is unknown.
+    /// budget, so the guard committed nothing. If the database confirms that the handler had not
+    /// ended the transaction itself, everything was rolled back; otherwise the outcome is unknown.
     #[error("{0}: the guard committed nothing")]
     Unread(String),
     /// An error of the database. After [`StoreError::CommitUnknown`] the request gets 503, and the
@@ -162,8 +162,8 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
     ///
     /// Above READ COMMITTED the database may refuse the transaction here ([`StoreError::Busy`]):
     /// when it conflicts with another one, or when the lease was extended after its first
-    /// statement, as happens in a handler that runs longer than a third of its lease. The request
-    /// gets 503, and the same key runs again.
+    /// statement, as happens in a handler that runs longer than a third of its lease. Answer with
+    /// 503 then, and the same key runs again.
     ///
     /// # Errors
     /// [`GuardError`]. The transaction was rolled back, except after [`StoreError::CommitUnknown`],

@@ -13,7 +13,7 @@ use crate::operation::port::{Fenced, Owned};
 use crate::time::lease::Lease;
 use crate::time::pace::sleep_unless;
 
-/// Renews the lease until the guard is dropped, the lease is lost, or the outcome is written.
+/// Renews the lease until the result is dropped, the lease is lost, or the outcome is written.
 ///
 /// Whoever writes the outcome cancels `stop`: the outcome ends the claim, and the next heartbeat
 /// would count the ended claim as a lost lease.

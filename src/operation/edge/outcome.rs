@@ -164,7 +164,8 @@ impl Edge {
     /// that changes the record. A process that frees the key locks the record before it reads the
     /// evidence. So either that process sees the evidence, or this run sees the freed record. If
     /// nobody runs the record, this run takes it over with a fenced claim and writes the outcome.
-    /// If this process dies before that, a retry is answered from the evidence.
+    /// If this process dies before that, a retry under a record that is free to be retried is
+    /// answered from the evidence.
     async fn late(&self, end: &End) -> bool {
         let store = self.front.engine.store();
         let look = store.find(&self.owned.identity).await;

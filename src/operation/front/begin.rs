@@ -7,8 +7,8 @@ use crate::operation::port::{Basis, KeyClaim};
 use crate::operation::rules::Record;
 use crate::operation::running::Entry;
 
-/// A claim to be made. While it lives (or a place that was taken from it), duplicates in this
-/// process are answered from the map of runs. Dropping it wakes the duplicates that wait.
+/// A claim to be made. While it or a clone of its `entry` lives, duplicates in this process are
+/// answered from the map of runs. Dropping it wakes the duplicates that wait.
 #[derive(Debug)]
 pub(crate) struct Begin {
     /// The claim. Its operation id is a new one, or that of the record that runs again.

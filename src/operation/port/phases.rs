@@ -123,7 +123,7 @@ pub struct StoredOperation {
     pub created_at: DbTime,
     /// When its outcome became known.
     pub outcome_at: Option<DbTime>,
-    /// What was sent, by effect.
+    /// Its intents, in the order of their first sends.
     pub intents: Vec<StoredIntent>,
     /// What was observed, oldest first.
     pub evidence: Vec<StoredEvidence>,
