@@ -54,7 +54,8 @@ pub(crate) enum Noted {
     /// The request was refused with this code.
     Rejected(&'static str),
     /// The store did not answer, had no connection to spare (`admit`), or gave what cannot be read,
-    /// at this stage: `admit`, `find`, `claim`, `complete`, `commit`, `recover`, `replay`.
+    /// at this stage: `admit`, `find`, `claim`, `execute`, `complete`, `commit`, `recover`,
+    /// `replay`.
     StoreError(&'static str),
     /// The outcome of a commit is not known.
     CommitUnknown,

@@ -36,6 +36,7 @@ use super::endpoint::Registered;
 use super::engine::Engine;
 use super::front::{Asking, Begin, Front, Turn};
 use super::reply::{Answered, Problem};
+use crate::error::{StoreError, classify};
 use crate::observe::Noted;
 use crate::operation::port::{Fenced, Keys, Owned};
 use crate::operation::rules::classify::{Run, Settle, Untagged};
@@ -176,12 +177,21 @@ async fn claim_and_drive<S, T, R, W>(
             // A retry is judged by the record in the store, once the store answers again.
             begin.entry.leave();
             let _ = tell.send(Step::Answer(EdgeAnswer::Answered(front.store_failed("claim", &error))));
+            if is_unclaimed(&error) {
+                return;
+            }
             // The search below may last a lease. It needs neither a place nor the request's body.
             drop((place, run));
             front.forget_command();
             release_lost(&front, &begin).await;
         }
     }
+}
+
+/// Whether the store has certainly made no claim: it got no connection, or takes no writes.
+fn is_unclaimed(error: &StoreError) -> bool {
+    let StoreError::Unavailable(error) = error else { return false };
+    matches!(error, sqlx::Error::PoolTimedOut | sqlx::Error::PoolClosed) || classify::is_read_only(error)
 }
 
 /// Releases a claim whose answer was lost. The handler was not called, so the claim has no effect.
@@ -207,7 +217,7 @@ async fn release_lost(front: &Front, begin: &Begin) {
         tokio::time::sleep(pace.next_wait()).await;
     }
     if !answered {
-        tracing::warn!(operation = %front.endpoint.operation(), key = front.short_key(), "a claim whose answer was lost could not be released: it may become unknown");
+        tracing::warn!(operation = %front.endpoint.operation(), key = front.short_key(), "a claim whose answer was lost could not be released: it may stand until its lease is over, and in mode `edge` become unknown");
     }
 }
 

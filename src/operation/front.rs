@@ -311,7 +311,7 @@ impl Front {
             Ok(look) => look,
             Err(error) => {
                 self.engine.reach().failed(&identity, &error);
-                tracing::warn!(operation = %self.endpoint.operation(), %error, "a key could not be looked for");
+                tracing::warn!(operation = %self.endpoint.operation(), %error, "the record of a key could not be read");
                 self.note(Noted::StoreError("find"));
                 return (self.decide(KeyFound::Unreachable), Seen::Nobody);
             }

@@ -103,9 +103,28 @@ pub(super) async fn end_of_late_run(engine: &Core, endpoint: &Registered, seen: 
     let Some(run) = how_it_ended(engine, seen).await? else { return Ok(false) };
     let claim = claim_of(endpoint, seen);
     if let Some(owned) = engine.store().claim(&claim, Basis::Late(seen)).await? {
-        engine.store().finish(&owned, &outcome_of(endpoint, &run), &endpoint.route().retention).await?;
+        // Nobody else ends this claim: without the write it would become unknown.
+        let outcome = outcome_of(endpoint, &run);
+        patiently(|| engine.store().finish(&owned, &outcome, &endpoint.route().retention)).await?;
     }
     Ok(true)
+}
+
+/// Repeats work for a few seconds while it fails with transient errors.
+pub(super) async fn patiently<T, F>(work: impl Fn() -> F) -> Result<T, StoreError>
+where
+    F: Future<Output = Result<T, StoreError>>,
+{
+    let mut pause = Duration::from_millis(100);
+    loop {
+        match work().await {
+            Err(error) if error.is_transient() && pause < Duration::from_secs(2) => {
+                tokio::time::sleep(pause).await;
+                pause *= 2;
+            }
+            ended => return ended,
+        }
+    }
 }
 
 /// Frees the key of a claim. Returns false where the store refuses that, because a run that lost

@@ -34,11 +34,11 @@ pub(super) fn mark_unknown_later<F: Future<Output = Result<(), StoreError>> + Se
             match stand().await {
                 Ok(()) => return,
                 Err(error) => {
-                    tracing::debug!(%operation, %error, "an operation that ended its transaction does not stand yet")
+                    tracing::debug!(%operation, %error, "an operation that ended its transaction is not marked as unknown yet")
                 }
             }
         }
-        tracing::error!(%operation, "an operation that ended its transaction was never made to stand as unknown");
+        tracing::error!(%operation, "an operation that ended its transaction could not be marked as unknown within a minute: the same key may run again");
         drop(place);
     });
 }

@@ -78,9 +78,13 @@ impl Core {
         let expire = || async {
             self.store().expire_bodies(limit).await.inspect(|bodies| observe::forgotten(Forgotten::Bodies, *bodies))
         };
-        let mut forgotten = in_pages(limit.into(), expire, goes_on).await?;
+        let (mut forgotten, mut ended) = match in_pages(limit.into(), expire, goes_on).await {
+            Err(error @ StoreError::Unavailable(_)) => return Err(error),
+            Err(error) => (0, Err(error)),
+            Ok(bodies) => (bodies, Ok(())),
+        };
         let protected = self.protected();
-        let (mut swept, mut asks, mut ended) = (HashSet::new(), Vec::new(), Ok(()));
+        let (mut swept, mut asks) = (HashSet::new(), Vec::new());
         for endpoint in protected.iter().filter(|endpoint| swept.insert(endpoint.operation().clone())) {
             let route = endpoint.route();
             let purge = || async {
@@ -92,7 +96,7 @@ impl Core {
             if let Err(error @ StoreError::Unavailable(_)) = purged {
                 return Err(error);
             }
-            // A record that somebody has locked does not hold up the other operations.
+            // A record that somebody has locked, for example, does not hold up other operations.
             ended = ended.and(purged.map(|keys| forgotten += keys));
             let mut of_route = Vec::new();
             match end(self, endpoint, limit, &mut of_route).await {

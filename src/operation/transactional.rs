@@ -356,7 +356,10 @@ impl Execution {
             Err(_) => HandlerError::retryable(format!("the handler ran longer than {:?}", route.timeout)),
         };
         match self.roll_back(begin, tx, failed.is_transient()).await {
-            Some(end) => end,
+            Some(end) => {
+                tracing::warn!(operation = %front.endpoint.operation(), key = front.short_key(), error = %failed, "the operation failed, and its rollback was not confirmed");
+                end
+            }
             None if failed.is_transient() => {
                 Tried::Again("execute", StoreError::Busy(sqlx::Error::Protocol(failed.message.clone())))
             }

@@ -272,7 +272,9 @@ impl MemberContext {
             // not drain.
             while let Err(RecvTimeoutError::Timeout) = wait.recv_timeout(BRIEF) {
                 if Instant::now() >= deadline {
-                    tracing::warn!("revoked kafka partitions were not drained in time: what is unfinished comes again at their next owner");
+                    tracing::warn!(
+                        "revoked kafka partitions were not drained in time: what is unfinished comes again at their next owner"
+                    );
                     break;
                 }
                 if shared.is_closing() {

@@ -256,7 +256,8 @@ impl<S: Operations + Base<Db: Database<Connection: Bridged>>> Guard<S> {
         // A handler that has ended the transaction by itself may have committed its effects.
         let stands = timeout(budget, tx.stands()).await;
         drop(tx);
-        // Where that cannot be asked, nobody knows: the key is not freed.
+        // Where that cannot be asked, nobody knows. Both the answer and the connection have failed
+        // then, which is rare, so the key waits for an operator.
         if matches!(stands, Ok(Ok(()))) {
             let mut committed = self.progress.committed();
             if matches!(*committed, Committed::No) {

@@ -16,6 +16,7 @@ use crate::observe::Noted;
 use crate::operation::codec::{Kept, error_code};
 use crate::operation::port::evidence::{NewEvidence, Sealed};
 use crate::operation::port::{AnswerBody, Basis, Fenced, KeyClaim, Look, Owned, RunOutcome};
+use crate::operation::reconcile::patiently;
 use crate::operation::rules::classify::Settle;
 use crate::operation::rules::record::Tombstone;
 use crate::operation::rules::{Code, Mode, Record, State};
@@ -94,7 +95,7 @@ impl Edge {
                 }
             }
         }
-        tracing::error!(operation = %self.front.endpoint.operation(), key = self.front.short_key(), ?settle, "the outcome could not be written within a lease: it becomes unknown");
+        tracing::error!(operation = %self.front.endpoint.operation(), key = self.front.short_key(), ?settle, "the outcome could not be written within a lease: in mode `edge` it becomes unknown, in mode `bridged` the key runs again");
     }
 
     fn end(&self, settle: Settle, kept: Option<&Kept>) -> End {
@@ -179,7 +180,8 @@ impl Edge {
             return true;
         }
         self.observe(end).await;
-        let record = match self.settled().await {
+        // Once no transaction is changing it.
+        let record = match patiently(|| store.find_settled(&self.owned.identity)).await {
             Ok(look) => look.record,
             Err(error) => {
                 tracing::warn!(%error, "a lost claim could not be looked at");
@@ -206,23 +208,9 @@ impl Edge {
             ..self.begin.claim.clone()
         };
         match store.claim(&claim, basis).await {
-            Ok(Some(owned)) => matches!(self.write(&owned, end).await, Ok(Fenced::Done)),
+            // Nobody else ends this claim: without the write it would become unknown.
+            Ok(Some(owned)) => matches!(patiently(|| self.write(&owned, end)).await, Ok(Fenced::Done)),
             _ => false,
-        }
-    }
-
-    /// Reads the record once no transaction is changing it. If one holds its lock for long, retries
-    /// the read a few times.
-    async fn settled(&self) -> Result<Look, StoreError> {
-        let mut pause = AGAIN;
-        loop {
-            match self.front.engine.store().find_settled(&self.owned.identity).await {
-                Err(error) if error.is_transient() && pause < AGAIN_MAX => {
-                    tokio::time::sleep(pause).await;
-                    pause *= 2;
-                }
-                looked => return looked,
-            }
         }
     }
 

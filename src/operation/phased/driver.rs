@@ -381,6 +381,13 @@ impl Driver {
                 let doubled = (intent.first_sent_at.until(stored.now).as_millis() / first).max(1).ilog2();
                 self.release_with_backoff(stored.attempts.max(doubled)).await
             }
+            // Requests that come before it is due send no faster than drivers do, because each send
+            // leaves evidence.
+            Step::Resend
+                if self.came == Came::Early && intent.last_sent_at.until(stored.now) < self.pause(intent.sends) =>
+            {
+                Ok(Next::End(self.release(Duration::ZERO, false).await?))
+            }
             // The evidence proves nothing.
             Step::Resend | Step::Query if self.is_spent() => {
                 Ok(Next::End(self.release_unknown_outcome(self.pause(stored.attempts), self.reached).await?))
@@ -408,9 +415,9 @@ impl Driver {
         }
     }
 
-    /// Whether this drive has made as many calls in vain as it may.
+    /// Whether this drive has made as many calls in vain as it may: one if a request asked early.
     fn is_spent(&self) -> bool {
-        self.vain >= self.phased.settings.calls_per_drive
+        self.vain >= if self.came == Came::Early { 1 } else { self.phased.settings.calls_per_drive }
     }
 
     /// Settles an effect in the transaction that reads its evidence.

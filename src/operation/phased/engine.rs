@@ -276,7 +276,7 @@ async fn wait(
         Ok(Ok(Ok(Ended { end: End::Known, reply: Some(reply) }))) => Some(front.first(began.elapsed(), reply)),
         Ok(Ok(Ok(_))) | Err(_) => None,
         Ok(Ok(Err(error))) => {
-            tracing::warn!(%error, "an operation was broken off: its lease runs out, and it is recovered");
+            tracing::warn!(%error, "an operation was broken off: it is taken up again");
             None
         }
         Ok(Err(error)) => {

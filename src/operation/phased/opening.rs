@@ -21,11 +21,11 @@ use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::Proof;
 use crate::observe::Noted;
-use crate::operation::port::phases::{Driven, FIRST_POINT, NewIntent, NewOperation, Phases};
-use crate::operation::port::{Basis, Begun, Fenced};
-use crate::operation::rules::Code;
+use crate::operation::port::phases::{Driven, FIRST_POINT, NewIntent, NewOperation, PhaseTx, Phases};
+use crate::operation::port::{Basis, Begun, Fenced, RunOutcome};
 use crate::operation::rules::doubt::{Aftermath, Doubt};
 use crate::operation::rules::flow::Stage;
+use crate::operation::rules::{Code, Fingerprint};
 use crate::operation::standing::mark_unknown_later;
 use crate::operation::{Begin, BodyPermit, Reply};
 use crate::time::since::Since;
@@ -56,7 +56,7 @@ pub(super) struct Opening {
 
 enum Move {
     Advance(String, Stage, Option<(&'static str, NewIntent)>),
-    Finish(Reply, Option<Option<String>>),
+    Finish(Reply, RunOutcome),
     /// Nothing of the phase is stored; this is the answer.
     Forget(Reply),
 }
@@ -128,30 +128,33 @@ impl Opening {
         let first = match ended {
             Ok(first) => first,
             Err(error) => {
-                return match take_back(tx).await? {
-                    Proof::Same if error.is_transient() => Ok(Tried::Again(failed(&error))),
-                    Proof::Same => Ok(Tried::Ended(failed(&error))),
-                    proof => self.ended_by_itself(new, begin, &driven, proof).await,
-                };
+                let tried = if error.is_transient() { Tried::Again } else { Tried::Ended };
+                return self.undone(tx, (new, begin, &driven), tried(failed(&error))).await;
             }
         };
-        let (moved, then) = match self.judge(&context, first)? {
+        let judged = match self.judge(&context, &begin.claim.fingerprint, first) {
+            Ok(judged) => judged,
+            // A mistake of its author, which no retry mends.
+            Err(error) => {
+                tracing::error!(flow = flow.name, %error, "a first phase ended impossibly: nothing happened");
+                let failed = Tried::Ended(Opened::Problem(Code::OperationFailed));
+                return self.undone(tx, (new, begin, &driven), failed).await;
+            }
+        };
+        let (moved, then) = match judged {
             Move::Forget(reply) => {
-                return match take_back(tx).await? {
-                    Proof::Same => Ok(Tried::Ended(Opened::Replied(reply))),
-                    proof => self.ended_by_itself(new, begin, &driven, proof).await,
-                };
+                return self.undone(tx, (new, begin, &driven), Tried::Ended(Opened::Replied(reply))).await;
             }
             Move::Advance(to, stage, intent) => {
                 let (fresh, intent) = intent.unzip();
                 let moved = tx.advance(FIRST_POINT, &to, stage, intent.as_slice()).await?;
                 (moved, Tried::Begun(driven.clone(), context, fresh))
             }
-            Move::Finish(reply, failure) => {
+            Move::Finish(reply, outcome) => {
                 // A rejection takes back the writes of the phase before it (pitfall 18).
-                let proof = if failure.is_some() { tx.undo_effects().await? } else { Proof::Same };
+                let is_rejected = matches!(outcome, RunOutcome::FailedReplayable { .. });
+                let proof = if is_rejected { tx.undo_effects().await? } else { Proof::Same };
                 let moved = if proof == Proof::Same {
-                    let outcome = outcome(&self.member, phased, &context, &begin.claim.fingerprint, &reply, failure)?;
                     tx.finish(FIRST_POINT, &outcome, &self.member.route().retention).await?
                 } else {
                     (proof, Fenced::Done)
@@ -181,8 +184,26 @@ impl Opening {
         Ok(then)
     }
 
-    fn judge(&self, context: &Context, first: First) -> Result<Move, StoreError> {
+    /// Rolls back the phase, and returns `then` if its transaction was still the one that began.
+    async fn undone(
+        &self,
+        tx: Box<dyn PhaseTx>,
+        (new, begin, driven): (&NewOperation, &Begin, &Driven),
+        then: Tried,
+    ) -> Result<Tried, StoreError> {
+        match take_back(tx).await? {
+            Proof::Same => Ok(then),
+            proof => self.ended_by_itself(new, begin, driven, proof).await,
+        }
+    }
+
+    /// What follows this end. An error: the flow does not allow it, or its answer cannot be kept.
+    fn judge(&self, context: &Context, fingerprint: &Fingerprint, first: First) -> Result<Move, StoreError> {
         let flow = &self.member.flow;
+        let finish = |reply: Reply, failure| {
+            let outcome = outcome(&self.member, &self.phased, context, fingerprint, &reply, failure)?;
+            Ok::<_, StoreError>(Move::Finish(reply, outcome))
+        };
         let unknown = |what: &str| {
             StoreError::Refused(format!(
                 "the first phase of `{}` goes on at `{what}`, which its flow does not have",
@@ -199,8 +220,8 @@ impl Opening {
                 let intent = new_intent(&self.phased, context, effect, &prepared)?;
                 Move::Advance(effect.sent.clone(), Stage::Outstanding, Some((effect.name, intent)))
             }
-            First::Response(reply) => Move::Finish(reply, None),
-            First::Rejected { reply, code, binding: true } => Move::Finish(reply, Some(code)),
+            First::Response(reply) => finish(reply, None)?,
+            First::Rejected { reply, code, binding: true } => finish(reply, Some(code))?,
             First::Rejected { reply, .. } | First::Retryable(reply) | First::DontStore(reply) => Move::Forget(reply),
         })
     }

@@ -239,7 +239,7 @@ impl Recovery {
 fn note(end: Result<Result<Ended, StoreError>, tokio::task::JoinError>) {
     match end {
         Ok(Ok(ended)) => tracing::debug!(end = ?ended.end, "a recovery ended"),
-        Ok(Err(error)) => tracing::warn!(%error, "a recovery was broken off: its lease runs out"),
+        Ok(Err(error)) => tracing::warn!(%error, "a recovery was broken off: the operation is taken up again"),
         Err(error) => tracing::error!(%error, "a recovery died: its lease runs out"),
     }
 }

@@ -176,11 +176,10 @@ impl Driver {
         if error.is_transient() && self.once_more().await {
             return Ok(Next::Again);
         }
-        if error.terminal || stored.attempts >= self.phased.settings.attempts_max {
+        let counts = !error.is_transient();
+        if error.terminal || counts && stored.attempts >= self.phased.settings.attempts_max {
             return self.park_for_operator("phase-failed").await;
         }
-        self.reached = true;
-        let counts = !error.is_transient();
         let after = error.retry_after.unwrap_or_else(|| self.pause(stored.attempts));
         if stored.stage.has_intents() {
             return Ok(Next::End(self.release_unknown_outcome(after, counts).await?));
