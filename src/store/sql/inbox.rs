@@ -66,8 +66,8 @@ const START: &str = "update oncebox.consumer set id_rule = :rule, seen_at = {clo
 const SEEN: &str = "update oncebox.consumer set seen_at = {clock} where consumer_id = :consumer and id_rule = :rule";
 
 /// A dead message after `:skipped` others, if there are so many; with `all`, a waiting or dead one.
-/// It reads entries of indexes, and no more of them than that. On PostgreSQL the order, with a
-/// range of one consumer, makes any other plan a sort of all of them.
+/// It reads entries of indexes, of each state at most one more than `:skipped`. On PostgreSQL the
+/// order, with a range of one consumer, makes any other plan sort all rows of the consumer.
 pub(in crate::store) const STORED: &str = "\
 {pg: /* planned anew */ }select 1 from \
 {pg: (select * from (select 1 from oncebox.waiting where consumer_id between :consumer and :consumer and state = 'dead' \
@@ -104,8 +104,8 @@ const TAKE_BACK: &str = "{pg: /* planned anew */ }update \
     set attempts = a.attempts - 1, updated_at = {clock} \
     where {pg lite: a.consumer_id = :consumer and a.message_id {in ids :ids} and} a.attempts > 0";
 
-/// Deletes rows without a counted try and without an error. Otherwise only the success of a counted
-/// try would delete them.
+/// Deletes rows without a counted try and without an error. Otherwise they would stay until a
+/// purge, because the success of a try that was not counted deletes nothing here.
 const FORGET_EMPTY: &str = "{pg: /* planned anew */ }delete {my: a} from \
     {each attempt a ids message_id :ids primary} and a.consumer_id = :consumer \
     and a.attempts = 0 and {pg lite: a.history = '[]'}{my: json_length(a.history) = 0}";
