@@ -134,8 +134,8 @@ const STOOD: &str = "select a.state = 'open', a.topic_id, a.next_offset, \
 const OPEN: &str = "update oncebox.assignment set state = 'open', owner = :owner, changed_at = {clock} \
     where consumer_id = :consumer and topic = :topic and partition_no = :partition";
 
-/// A broker that does not give the id of the topic in time does not erase the one that is known:
-/// by it a topic is recognised that was made anew.
+/// A broker that does not give the id of the topic in time does not erase the one that is known: a
+/// topic that was made anew is recognised by it.
 const KEEP: &str = "update oncebox.assignment set topic_id = coalesce(:topic_id, topic_id), next_offset = :next, changed_at = {clock}, \
       id_rule = (select c.id_rule from oncebox.consumer c where c.consumer_id = :consumer) \
     where consumer_id = :consumer and topic = :topic and partition_no = :partition and owner = :owner";
