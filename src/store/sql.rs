@@ -19,7 +19,7 @@
 //! | `{lock}`, `{lock free}` | locks the rows of a SELECT; `free` skips rows that others have locked |
 //! | `{each TABLE ALIAS ints COLUMN :list INDEX}` | after FROM: the rows whose column is in a list |
 //! | `{or update COLUMNS}`, `{new COLUMN}` | an upsert: updates the row that is there; the value that would be inserted |
-//! | `{greatest}` | the function of that name |
+//! | `{greatest}` | the function that returns its greatest argument |
 //! | `{piece NAME}` | a text that several texts share, from [`pieces`] |
 //! | `{history HISTORY ATTEMPT}` | a history with the error `:error` of a try appended |
 //! | `{if name: ..}` | the words inside, if the value is true or not null or not empty |
@@ -29,7 +29,7 @@
 //! A list is bound as an array on PostgreSQL. Elsewhere it is a JSON array, with ids and bytes in
 //! hexadecimal, so a text may also read `:name` by `json_table` or `json_each`.
 //!
-//! A text that is empty for a database does nothing there. PostgreSQL plans a text that begins with
+//! On SQLite a text that is empty there changes nothing. PostgreSQL plans a text that begins with
 //! `/* planned anew */` for each run, so that no cached plan comes from empty tables.
 //!
 //! Guarantees:
@@ -39,8 +39,8 @@
 //! * On SQLite everything that writes runs in a transaction that begins with the write lock.
 //!
 //! Not here: statements of the hot path, which each database has in its own folder: the relay's
-//! read and claim, admission to the inbox, the doors; on PostgreSQL the claim of a transactional
-//! operation, and the outcome.
+//! read, checkpoint and mark, admission to the inbox, the doors; on PostgreSQL the claim of a
+//! transactional operation, and the outcome.
 
 pub(in crate::store) mod audit;
 #[cfg(feature = "operations")]

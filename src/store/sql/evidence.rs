@@ -1,7 +1,7 @@
 //! What was observed of operations: of their effects in phases, and of late runs.
 //!
-//! Guarantees: a row of evidence is never changed, and the database sets its time. Of answers that
-//! ask to wait only the last one is kept.
+//! Guarantees: a row of evidence is never changed, and the database sets its time. Of the answers
+//! about one effect that ask to wait only the last one is kept.
 //!
 //! Not here: what evidence proves (`operation::rules`), and when it is deleted (`expiry`, `phases`,
 //! `records`).

@@ -1,10 +1,10 @@
-//! Deletes expired bodies and records of operations in bounded batches (M99 to M101): bodies by the
-//! end of their own time, records by the time of their outcome (O23).
+//! Deletes expired bodies and records of operations in bounded batches: bodies by the end of their
+//! own time, records by the time of their outcome.
 //!
-//! Guarantees: a batch locks exact rows, skips rows that others have locked, and deletes those rows
-//! and no range (R11). Only records with an outcome are deleted, and the same transaction records
-//! the bound of the purge. An operation with a conflict that nobody has judged stays, with its
-//! evidence. Evidence that arrives while its record is deleted stays too (O8).
+//! Guarantees: a batch deletes exact rows and no range (R11), and skips records that others have
+//! locked. Only records with an outcome are deleted, and the same transaction records the bound of
+//! the purge (O23). An operation with a conflict that nobody has judged stays, with its evidence.
+//! Evidence that arrives while its record is deleted stays too (O8).
 //!
 //! Not here: the partitions with which PostgreSQL frees large bodies.
 

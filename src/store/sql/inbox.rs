@@ -66,8 +66,8 @@ const START: &str = "update oncebox.consumer set id_rule = :rule, seen_at = {clo
 const SEEN: &str = "update oncebox.consumer set seen_at = {clock} where consumer_id = :consumer and id_rule = :rule";
 
 /// A dead message after `:skipped` others, if there are so many; with `all`, a waiting or dead one.
-/// It reads entries of indexes, and no more of them than that. On PostgreSQL the order, with a
-/// range of one consumer, makes any other plan a sort of all of them.
+/// It reads entries of indexes, of each state at most one more than `:skipped`. On PostgreSQL the
+/// order, with a range of one consumer, makes any other plan sort all rows of the consumer.
 pub(in crate::store) const STORED: &str = "\
 {pg: /* planned anew */ }select 1 from \
 {pg: (select * from (select 1 from oncebox.waiting where consumer_id between :consumer and :consumer and state = 'dead' \
@@ -104,8 +104,8 @@ const TAKE_BACK: &str = "{pg: /* planned anew */ }update \
     set attempts = a.attempts - 1, updated_at = {clock} \
     where {pg lite: a.consumer_id = :consumer and a.message_id {in ids :ids} and} a.attempts > 0";
 
-/// Deletes rows without a counted try and without an error. Otherwise only the success of a counted
-/// try would delete them.
+/// Deletes rows without a counted try and without an error. Otherwise they would stay until a
+/// purge, because the success of a try that was not counted deletes nothing here.
 const FORGET_EMPTY: &str = "{pg: /* planned anew */ }delete {my: a} from \
     {each attempt a ids message_id :ids primary} and a.consumer_id = :consumer \
     and a.attempts = 0 and {pg lite: a.history = '[]'}{my: json_length(a.history) = 0}";
@@ -134,8 +134,8 @@ const STOOD: &str = "select a.state = 'open', a.topic_id, a.next_offset, \
 const OPEN: &str = "update oncebox.assignment set state = 'open', owner = :owner, changed_at = {clock} \
     where consumer_id = :consumer and topic = :topic and partition_no = :partition";
 
-/// A broker that does not give the id of the topic in time does not erase the one that is known:
-/// by it a topic is recognised that was made anew.
+/// A broker that does not give the id of the topic in time does not erase the one that is known: a
+/// topic that was made anew is recognised by it.
 const KEEP: &str = "update oncebox.assignment set topic_id = coalesce(:topic_id, topic_id), next_offset = :next, changed_at = {clock}, \
       id_rule = (select c.id_rule from oncebox.consumer c where c.consumer_id = :consumer) \
     where consumer_id = :consumer and topic = :topic and partition_no = :partition and owner = :owner";

@@ -123,7 +123,7 @@ fn settled(email: &EmailToSend, outcome: &EmailOutcome) -> Statement {
 #[async_trait]
 impl<S: SqlStore + std::fmt::Debug> Mailbox for S {
     async fn lease_emails(&self, limit: usize, token: &RowLease) -> Result<Vec<EmailToSend>, StoreError> {
-        // Most polls find nothing, and a plain read is enough for them.
+        // Most polls find nothing, and one statement without a transaction is enough for them.
         if self.reader().await?.rows(due(1)).await?.is_empty() {
             return Ok(Vec::new());
         }

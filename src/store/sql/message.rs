@@ -62,8 +62,9 @@ const HISTORIES: &str = "select a.message_id, a.history{pg: ::text} from \
     {each attempt a ids message_id :ids primary} and a.consumer_id = :consumer";
 
 /// On MySQL a row that does not order its key has no lane id. A dead copy that is there already
-/// stays. A number that the server gave and that is taken is an error: nothing else would store the
-/// message.
+/// stays. On PostgreSQL and SQLite a number that the server gave and that is taken is an error:
+/// nothing else would store the message. MySQL ignores any conflict, but never gives a number that
+/// is taken.
 const PARK: &str = "insert into oncebox.waiting (consumer_id, message_id, content_hash, lane_id, state, due_at, attempts, reason, \
       history, stored_at, dead_at, id_text, topic, {key}, kind, payload, tombstone, content_type, source, message_time, \
       traceparent, tracestate, place, partition_no, offset_no, \

@@ -160,8 +160,8 @@ pub(in crate::store) struct SentNotDiscarded(Vec<(i64, Uuid)>);
 
 /// Finds released rows whose discard was asked for too late, and writes an audit row for each.
 /// Without it the audit would only say `discard`. Call it in the transaction of the mark, while
-/// these rows are still there, and after the released rows without a request were deleted or
-/// locked: so no other of them can get one.
+/// these rows are still there. Before it, the other released rows must be deleted or locked, so
+/// that none of them can still get such a request.
 pub(in crate::store) async fn sent_not_discarded(
     session: &mut dyn Session,
     released: &[i64],

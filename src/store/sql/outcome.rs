@@ -21,8 +21,8 @@ const FINISH: &str = "update oncebox.idempotency_request \
     where key_digest = :digest and epoch = :epoch and owner {my: <=>}{lite: is} :owner \
       and (state = 'IN_PROGRESS' or (:unknown and state = 'UNKNOWN_REQUIRES_RECOVERY'))";
 
-/// A body that is there already is of an earlier record of this key, which was released: its next
-/// run began at the first epoch again.
+/// A body that is there already is of an earlier record of this key. That record was released, so
+/// the key began at the first epoch again.
 const KEEP: &str = "insert into oncebox.idempotency_body (key_digest, epoch, expires_at, headers, bytes, format, kid) \
     select key_digest, epoch, body_expires_at, :headers, :bytes, :format, :kid \
       from oncebox.idempotency_request where key_digest = :digest \

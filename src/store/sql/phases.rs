@@ -252,7 +252,7 @@ impl<S: PhaseStore + Operations> Phases for S {
         lease: Duration,
         but: &[Vec<u8>],
     ) -> Result<Vec<(Driven, StoredOperation)>, StoreError> {
-        // Most polls find nothing, and a plain read is enough for them.
+        // Most polls find nothing, and one statement without a transaction is enough for them.
         if self.reader().await?.rows(due(flow, versions, 1, but)).await?.is_empty() {
             return Ok(Vec::new());
         }

@@ -70,9 +70,10 @@ macro_rules! none_late {
     };
 }
 
-/// The rows `:rows` of a table, under a short name, by their numbers, in an UPDATE: its SET comes
-/// before its conditions. MySQL and MariaDB would lock other rows too, so they read these by the
-/// key, in the order of the list; elsewhere the condition `in ints :rows` selects them.
+/// The table of an UPDATE of the rows `:rows`, by their numbers, under a short name. (`{each ..}`
+/// cannot stand there: SET comes before the conditions.) MySQL and MariaDB would lock other rows
+/// too, so there it joins the list, and the rows are read by the key, in the order of the list.
+/// Elsewhere the statement itself adds the condition `in ints :rows`.
 macro_rules! exact_rows {
     ($table:literal, $row:literal, $number:literal) => {
         concat!(

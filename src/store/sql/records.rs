@@ -129,8 +129,8 @@ const STATS: &str = "{pg: /* planned anew */ }select count(case when r.state = '
     count(case when r.state = 'UNKNOWN_REQUIRES_RECOVERY' then 1 end) from {piece requests} where {piece open}";
 
 /// Claims a key that has no record; on MySQL a record that is there is an error. With `:at_once`,
-/// which a transactional operation sets, it does not wait for a lock on MariaDB. MySQL has no such
-/// clause: there it waits for the second to which the session's lock wait was set before (O17).
+/// which [`stake`] sets, it does not wait for a lock on MariaDB. MySQL has no such clause: there it
+/// waits for the second to which the session's lock wait was set before (O17).
 const INSERT: &str = "{if at_once: {my: /*M! set statement innodb_lock_wait_timeout = 0 for */ }}\
     insert into oncebox.idempotency_request (key_digest, tenant, operation, {key}, principal, fingerprint, mode, state, owner, \
       lease_until, {lease}, operation_id{my: , epoch, generation, attempts}{my lite: , created_at, updated_at}) \

@@ -15,7 +15,8 @@ use crate::inbox::port::ConsumerId;
 use crate::inbox::rules::horizon::Verdict;
 use crate::message::Message;
 
-/// The dead rows of some message ids. SQLite would read all dead rows of the consumer.
+/// The dead rows of some message ids. Without the name of the index SQLite would read all dead rows
+/// of the consumer.
 pub(in crate::store) const DEAD: &str = "\
     {pg: /* planned anew */ }select d.sequence, d.message_id, d.content_hash, d.reason from \
     {pg my: {each waiting d ids message_id :ids waiting_message_id}}\

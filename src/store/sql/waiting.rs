@@ -99,7 +99,7 @@ macro_rules! update_rows {
 }
 
 /// The head that is due first; with `locks`, of those that no other transaction has locked. Only
-/// heads are locked: when every row could be, two messages of a key were leased at once.
+/// heads are locked: if any row could be, two messages of a key could be leased at once.
 pub(in crate::store) const DUE_HEAD: &str = concat!(
     "select w.sequence, w.lease, ",
     message_columns!(),

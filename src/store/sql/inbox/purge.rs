@@ -1,9 +1,9 @@
 //! One step of a purge of the inbox: reads a page of rows, then records the bound and deletes the
 //! rows that may go, in one transaction (R31).
 //!
-//! Guarantees: a page is bounded, read without a lock, and found by an index whose first entries
-//! may go: timed ids (ids that carry a time) by the key where a database finds them so, all others
-//! by the time of receipt. Rows are deleted by exact id (R11), and only if they were still received
+//! Guarantees: a page is bounded, read without a lock, and found by an index that has the oldest
+//! rows first: the one by time of receipt, but on PostgreSQL and SQLite the key for timed ids (ids
+//! that carry a time). Rows are deleted by exact id (R11), and only if they were still received
 //! before the bound. The bound is recorded before the first row is gone.
 //!
 //! Not here: dropping whole partitions, which purges all consumers together.

@@ -219,7 +219,7 @@ impl ConsumerRow {
 
     /// Makes the row wait again, with no tries counted. Only the first row of a key has a due time
     /// (R25). So this row is due now if no row is before it, and then the next row loses its due
-    /// time.
+    /// time, unless it is leased.
     async fn make_due(
         &self,
         session: &mut dyn Session,

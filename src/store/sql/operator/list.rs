@@ -1,8 +1,9 @@
 //! The list of dead, held and waiting messages, of the outbox and of consumers.
 //!
 //! Guarantee: the cost of a list is bounded by its length, however many messages stand behind those
-//! that it shows. The numbers of all that match, and the topics that are held, read all rows in
-//! their state.
+//! that it shows. A list by topic, key or reason, and one of the held messages of consumers, may
+//! also read rows that do not match. The numbers of all that match, and the topics that are held,
+//! read all rows in their state.
 
 use std::time::Duration;
 

@@ -1,5 +1,5 @@
-//! Reads operations and intents from rows, the same for every database. Columns are read
-//! by position, times in microseconds. Not here: the statements.
+//! Reads operations and intents from rows, the same for every database. Columns are read by
+//! position, times in microseconds. Not here: the statements.
 
 use crate::error::StoreError;
 use crate::operation::port::evidence::{Sealed, StoredEvidence};

@@ -32,8 +32,9 @@ const BEGIN: &str = "insert into oncebox.operation (operation_id, epoch, owner, 
     select :id, :epoch, :owner, :digest, :flow, :version, :point, 'RECEIVED', :command, :kid, 0, \
        n.at + {span :lease}, {lease :lease}, n.at, n.at, n.at from (select {clock} as at) n";
 
-/// The fence of the record, and the epoch and point of its operation. With `=` between their ids
-/// PostgreSQL looks for the record by the id, for which there is no index.
+/// The fence of the record, and the epoch and point of its operation. PostgreSQL compares their ids
+/// with `is not distinct from`: with `=` it would look for the record by its id, for which it has
+/// no index.
 const STANDING: &str = "\
     select r.key_digest, r.epoch, o.epoch, o.point, o.parked is null and o.outcome_at is null \
       from oncebox.operation o \
