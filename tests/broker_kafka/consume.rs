@@ -100,18 +100,29 @@ async fn caught_up_soon(subscriber: &mut Box<dyn Subscriber>) -> bool {
 
 #[tokio::test]
 async fn a_member_without_partitions_has_caught_up_once_it_is_in_the_group() {
-    let Some(kafka) = Kafka::with_topic("a_member_without_partitions_has_caught_up_once_it_is_in_the_group", 1).await
+    let Some(mut kafka) =
+        Kafka::with_topic("a_member_without_partitions_has_caught_up_once_it_is_in_the_group", 1).await
     else {
         return;
     };
-    let subscription = kafka.subscription(&unique("group"));
+    // So the broker removes no member by itself.
+    kafka.config.session_timeout = 10 * SOON;
+    let group = unique("group");
+    let subscription = kafka.subscription(&group);
     let mut first = kafka.broker().subscriber(&subscription).await.unwrap();
     assigned(&mut first).await;
     let mut second = kafka.broker().subscriber(&subscription).await.unwrap();
     let both = async { tokio::join!(caught_up_soon(&mut first), caught_up_soon(&mut second)) };
     assert_eq!(both.await, (true, true));
-    first.close().await;
+    // Shown by: closing a member without partitions as librdkafka does, which does not leave the
+    // group.
     second.close().await;
+    eventually("it has left the group", SOON, || async {
+        let groups = kafka.admin().inner().fetch_group_list(Some(&group), Duration::from_secs(5)).ok()?;
+        groups.groups().first().is_some_and(|found| found.members().len() == 1).then_some(())
+    })
+    .await;
+    first.close().await;
 }
 
 // The end of such a partition holds no message: markers of transactions, and messages that were

@@ -4,10 +4,13 @@
 use std::time::Duration;
 
 use oncebox::adapter::{Break, Position};
-use oncebox::broker::{Begun, Broker, Event, Subscriber};
+use oncebox::broker::kafka::KafkaBroker;
+use oncebox::broker::{Begun, Broker, Event, Subscriber, Subscription};
 use rdkafka::admin::{AdminOptions, NewTopic, TopicReplication};
 use rdkafka::mocking::MockCluster;
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 
 use crate::kit::*;
 
@@ -16,6 +19,59 @@ async fn begin(subscriber: &mut Box<dyn Subscriber>, remembered: Option<Position
     let sources = assigned(subscriber).await;
     let remembered = sources.into_iter().map(|source| (source, remembered.clone())).collect();
     subscriber.begin(remembered).await.unwrap()
+}
+
+/// Runs a member until it is aborted; tells what it is assigned, loses and receives.
+async fn consume(broker: KafkaBroker, subscription: Subscription, tell: mpsc::UnboundedSender<String>) {
+    let mut subscriber = broker.subscriber(&subscription).await.unwrap();
+    loop {
+        let told = match subscriber.next().await {
+            Ok(Event::Assigned(sources)) => {
+                let number = sources.len();
+                subscriber.begin(sources.into_iter().map(|source| (source, None)).collect()).await.unwrap();
+                vec!["assigned".to_owned(); number]
+            }
+            Ok(Event::Revoked { sources, .. }) => vec!["revoked".to_owned(); sources.len()],
+            Ok(Event::Deliveries(deliveries)) => texts(&deliveries),
+            Err(_) => {
+                subscriber = broker.subscriber(&subscription).await.unwrap();
+                continue;
+            }
+        };
+        told.into_iter().for_each(|told| drop(tell.send(told)));
+    }
+}
+
+// Shown by: dropping a member that has nothing of the topic any more. It did not leave the group,
+// and the others waited until its session was over.
+#[tokio::test]
+async fn a_topic_made_anew_under_two_members_does_not_wait_for_a_session_to_end() {
+    let name = "a_topic_made_anew_under_two_members_does_not_wait_for_a_session_to_end";
+    let Some(mut kafka) = Kafka::with_topic(name, 2).await else { return };
+    kafka.config.session_timeout = 10 * SOON;
+    let (subscription, mut members) = (kafka.subscription(&unique("group")), JoinSet::new());
+    let (tell, mut told) = mpsc::unbounded_channel();
+    for _ in 0..2 {
+        members.spawn(consume(kafka.broker(), subscription.clone(), tell.clone()));
+    }
+    let mut hear = async |word: &str, times: usize| {
+        let mut left = times;
+        while left > 0 {
+            let heard = tokio::time::timeout(SOON, told.recv()).await;
+            left -= usize::from(heard.unwrap_or_else(|_| panic!("{left} of {times} {word}")).unwrap() == word);
+        }
+    };
+    hear("assigned", 2).await;
+    for round in 0..3 {
+        let admin = kafka.admin();
+        admin.delete_topics(&[&kafka.topic], &AdminOptions::new()).await.unwrap();
+        hear("revoked", 2).await;
+        kafka.create(&kafka.topic, 2, &[]).await;
+        hear("assigned", 2).await;
+        let rows = (0..20).map(|n| message(&kafka.topic, Some(&format!("k{n}")), format!("round {round}")));
+        publish_all(&kafka.broker(), rows.collect()).await;
+        hear(&format!("round {round}"), 20).await;
+    }
 }
 
 // Shown by not comparing topic ids: it went on at offset 200, and the first 200 records of the new
