@@ -81,7 +81,7 @@ type Take<'t, Db> = dyn FnMut(Part<Db>) -> ControlFlow<()> + Send + 't;
 
 /// A database behind a network.
 pub(super) trait Remote: Database<Arguments: IntoArguments<Self>> {
-    /// Sends a statement; sqlx's own trait cannot be asked for in generic code that must be `Send`.
+    /// Sends a statement. With sqlx's `Executor` as a bound, generic futures would not be `Send`.
     fn send(connection: &mut Self::Connection, query: AnyQuery<Self>) -> BoxStream<'_, sqlx::Result<Part<Self>>>;
 
     /// Has the server parse a statement.
@@ -528,7 +528,7 @@ async fn give_back<Db: Remote>(mut connection: PoolConnection<Db>, reset: Arc<st
     match timeout(limit, run::<Db>(&mut connection, reset.to_string())).await {
         Ok(Ok(())) => drop(timeout(limit, connection.return_to_pool()).await),
         failed => {
-            // Each one costs a new connection; where it is every one, a person should know.
+            // Each costs a new connection. A person should know if it happens after every handler.
             static SAID: AtomicBool = AtomicBool::new(false);
             if SAID.swap(true, Ordering::Relaxed) {
                 tracing::debug!(?failed, "a session was not set back after a handler; its connection is closed");

@@ -107,7 +107,7 @@ pub trait Statements: Base {
     ) -> impl Future<Output = Result<(), (Option<usize>, StoreError)>> + Send;
 }
 
-/// What [`Statements::prepare_set`] gives for a set that the server was asked to read: none where
+/// The result of [`Statements::prepare_set`] once the server was asked to read the set: none where
 /// it refuses the statements in this form.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(super) fn set_if_read<S>(set: S, read: sqlx::Result<()>) -> Result<Option<S>, StoreError> {
