@@ -1,13 +1,13 @@
-//! Where state lives: the databases, and the names of all duties that an adapter of one implements.
+//! Where state lives: the databases, and the names of the duties that their adapters implement.
 //!
 //! A duty is a trait, the *port* of its subject: `outbox::port`, `inbox::port`, `operation::port`,
 //! `operator`, `email::port`; what no subject owns is here, in `base`, `schema` and `statements`.
 //! [`Base`] and [`Schema`] are always there: a service that only enqueues needs no more. The rest
 //! comes with the feature `duties`, and what operations need with `operations`.
 //!
-//! Each adapter has one folder, with the same file names: `connect`, `door`, `schema`, `check`,
-//! `relay`, `inbox`, `operations`. The suite in `oncebox-testkit` tests the promises of the traits
-//! on any adapter.
+//! Each adapter has one folder. Those of databases use the same file names: `connect`, `door`,
+//! `schema`, `check`, `relay`, `inbox`, `operations`; `redis` keeps the records of operations only.
+//! The suite in `oncebox-testkit` tests the promises of the traits on any adapter.
 //!
 //! Guarantees: all times come from the clock of the database; every change of relay state is fenced
 //! by an epoch; no statement decides from a SELECT what a unique key must decide.

@@ -36,14 +36,15 @@ pub trait Base: Clone + Debug + Send + Sync + 'static {
     /// The pool that all work of this process shares.
     fn pool(&self) -> &sqlx::Pool<Self::Db>;
 
-    /// Closes the pool and waits until its connections are gone.
+    /// Closes the pool and waits until its connections are gone; for those to a server, at most for
+    /// the answer timeout.
     async fn close(&self);
 }
 
 /// How a store connects; the URL decides which adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoreOptions {
-    /// `postgres://`, `mysql://` or `sqlite://FILE`. Never printed as it is: see
+    /// `postgres://`, `mysql://` or `sqlite://FILE`. A password in it is never printed: see
     /// [`crate::error::redact`].
     pub url: String,
     /// How many connections the pool has at most.
@@ -53,7 +54,7 @@ pub struct StoreOptions {
     /// How long a server may send nothing during a statement before its connection is given up.
     /// Absent: just above the server-side timeouts. SQLite has no server and ignores it.
     pub answer_timeout: Option<std::time::Duration>,
-    /// Whether a missing SQLite file is created; only `migrate up` sets this.
+    /// Whether a missing SQLite file is created. Of our commands, `migrate up` and `demo` say so.
     pub create: bool,
     /// A PEM file of certificate authorities to verify the server with, for verified TLS only.
     pub ca_file: Option<std::path::PathBuf>,

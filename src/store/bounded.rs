@@ -1,6 +1,5 @@
 //! Connections whose server must answer within a bound. With a frozen server, a half-open TCP
-//! connection or a cut cable no answer comes, and sqlx, which has no read timeout, would wait for
-//! ever (R28).
+//! connection or a cut cable no answer comes. Sqlx has no read timeout, and would wait for ever.
 //!
 //! Guarantees:
 //!
@@ -19,8 +18,8 @@
 //! sqlx does not expose its socket, so neither keep-alive nor `TCP_USER_TIMEOUT` can be set on this
 //! side of a connection.
 //!
-//! Not here: statements of handlers and applications on the plain connection, which the handler
-//! timeout bounds; migrations.
+//! Not here: what runs on the plain connection. Statements of handlers are bounded by the handler
+//! timeout, those of applications and migrations by nothing.
 
 mod ask;
 #[cfg(all(feature = "mysql", feature = "operations"))]
@@ -53,9 +52,9 @@ use crate::task;
 
 /// A pooled connection that was idle for longer is pinged before it is used.
 const RESTED: Duration = Duration::from_secs(1);
-/// How long a ping may take; below, how long a connection may take. Both are bounded by the answer
-/// timeout too.
+/// How long a ping may take. The answer timeout may be shorter.
 const SIGN_OF_LIFE_MAX: Duration = Duration::from_secs(5);
+/// How long it may take to get a connection. The answer timeout may be shorter.
 const CONNECT_MAX: Duration = Duration::from_secs(30);
 
 /// How long the kept connection for pings may take. A firewall may have forgotten it; then there is
@@ -63,7 +62,7 @@ const CONNECT_MAX: Duration = Duration::from_secs(30);
 #[cfg(feature = "duties")]
 const KEPT_MAX: Duration = Duration::from_secs(2);
 
-/// Who waits for a connection looks at those that rest so often.
+/// How often a caller that waits for a new connection checks whether one rests in the pool.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
 /// How long a statement inside a handler's transaction waits for a lock. It is well below the
@@ -82,7 +81,7 @@ type Take<'t, Db> = dyn FnMut(Part<Db>) -> ControlFlow<()> + Send + 't;
 
 /// A database behind a network.
 pub(super) trait Remote: Database<Arguments: IntoArguments<Self>> {
-    /// Sends a statement; sqlx's own trait cannot be asked for in generic code that must be `Send`.
+    /// Sends a statement. With sqlx's `Executor` as a bound, generic futures would not be `Send`.
     fn send(connection: &mut Self::Connection, query: AnyQuery<Self>) -> BoxStream<'_, sqlx::Result<Part<Self>>>;
 
     /// Has the server parse a statement.
@@ -126,13 +125,13 @@ pub(super) struct BoundedPool<Db: Remote> {
     answer_timeout: Duration,
     /// The connection for pings.
     pulse: Arc<Mutex<Option<Bounded<Db>>>>,
-    /// The statements that reset a session after a handler used it. None where the pool resets it
-    /// at every return.
+    /// The statements that reset a session after a handler used it.
     reset: Option<Arc<str>>,
     /// What attends to resting connections and switches between several hosts, as long as a clone
     /// of this pool exists.
     beside: Arc<JoinSet<()>>,
-    /// What leaves a single host that takes no writes.
+    /// With a single host: set when it says that it takes no writes, so that older connections are
+    /// left. With several, `beside` switches.
     moved: Option<Moved>,
 }
 
@@ -529,7 +528,7 @@ async fn give_back<Db: Remote>(mut connection: PoolConnection<Db>, reset: Arc<st
     match timeout(limit, run::<Db>(&mut connection, reset.to_string())).await {
         Ok(Ok(())) => drop(timeout(limit, connection.return_to_pool()).await),
         failed => {
-            // Each one costs a new connection; where it is every one, a person should know.
+            // Each costs a new connection. A person should know if it happens after every handler.
             static SAID: AtomicBool = AtomicBool::new(false);
             if SAID.swap(true, Ordering::Relaxed) {
                 tracing::debug!(?failed, "a session was not set back after a handler; its connection is closed");

@@ -196,7 +196,7 @@ pub trait Schema: Base {
     /// The migrations that are known or applied.
     async fn applied(&self) -> Result<Vec<AppliedMigration>, StoreError>;
 
-    /// Checks the settings of server and schema that the promises need (R1, R7, R10, R13). It runs
-    /// at start and in `doctor`.
+    /// Checks the settings of server and schema that the promises need. The relay and the consumer
+    /// run it at start, and `doctor` at any time.
     async fn check(&self) -> Result<Vec<Finding>, StoreError>;
 }

@@ -56,9 +56,9 @@ macro_rules! now_ms {
         "cast(round(unixepoch('subsec') * 1000) as integer)"
     };
 }
-/// A common table expression `n` with the rows `i` = 0, 1, ... of a bound blob of fixed-size parts:
-/// a statement takes many ids at once with it. `$blob` is the parameter, `$size` the size
-/// of a part. An empty blob gives one part that matches nothing.
+/// A common table expression `n` whose rows `i` = 0, 1, ... number the fixed-size parts of a bound
+/// blob: with it one statement takes many ids. `$blob` is the parameter, `$size` the size of a
+/// part. An empty blob gives one part that matches nothing.
 #[cfg(feature = "duties")]
 macro_rules! parts {
     ($blob:literal, $size:literal) => {

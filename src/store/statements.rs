@@ -65,7 +65,7 @@ impl Debug for SqlValue {
     }
 }
 
-/// Duty: preparing and running a team's own statements.
+/// Duty: preparing and running the statements that a user wrote for the sql handler.
 pub trait Statements: Base {
     /// A statement that the server has prepared without an error.
     type Statement: Debug + Send + Sync + 'static;
@@ -98,8 +98,8 @@ pub trait Statements: Base {
     /// another, in a few round trips. `values` has the values of each message.
     ///
     /// # Errors
-    /// The error of the server, and before it the index of the message whose statement failed,
-    /// where the server tells.
+    /// The error of the server, and the index of the message whose statement failed, where the
+    /// server tells it.
     fn execute_set(
         connection: &mut <Self::Db as sqlx::Database>::Connection,
         set: &Self::Set,
@@ -107,7 +107,7 @@ pub trait Statements: Base {
     ) -> impl Future<Output = Result<(), (Option<usize>, StoreError)>> + Send;
 }
 
-/// What [`Statements::prepare_set`] gives for a set that the server was asked to read: none where
+/// The result of [`Statements::prepare_set`] once the server was asked to read the set: none where
 /// it refuses the statements in this form.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(super) fn set_if_read<S>(set: S, read: sqlx::Result<()>) -> Result<Option<S>, StoreError> {

@@ -99,7 +99,7 @@ impl RedisKeys {
     }
 }
 
-/// The client for the URL, with the certificate authority that the server must prove.
+/// The client for the URL. With `ca_file`, the server must show a certificate of its authorities.
 fn client(options: &RedisOptions) -> Result<Client, StoreError> {
     let url = options.url.as_str();
     let refused = |why: String| StoreError::Refused(format!("{}: {why}", redact(url)));

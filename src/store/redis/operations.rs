@@ -1,9 +1,9 @@
 //! Idempotency records in Redis.
 //!
 //! A record is a hash; its body is another hash with a time to live of its own. Two sorted sets
-//! list the keys in progress and the unknown ones. Redis removes expired keys itself, so the
-//! cleaner's calls find nothing to do. From which time on keys may have been forgotten follows from
-//! the first outcome of an operation and its shortest retention (O23).
+//! list the keys in progress and the unknown ones. Redis removes expired keys itself, so the calls
+//! of a sweep find nothing to do. Up to which time keys may have been forgotten follows from the
+//! first outcome of an operation and its shortest retention (O23).
 //!
 //! Guarantees: those of `redis`. The parts of an identity are stored beside its digest, and the
 //! engine compares them (O16).
@@ -104,7 +104,7 @@ impl Fields {
 }
 
 fn micros(duration: Duration) -> Vec<u8> {
-    // Below 2^53 (285 years), because a script's numbers are exact only up to there.
+    // At most 2^53 (285 years), because a script's numbers are exact only up to there.
     duration.as_micros().min(1 << 53).to_string().into_bytes()
 }
 

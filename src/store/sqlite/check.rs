@@ -1,4 +1,5 @@
-//! Checks settings of a SQLite file that the promises need (R1, R7, R13, R28).
+//! Checks what the promises need of a SQLite file: its settings, the triggers, positions ahead of
+//! the cursor, and a turn to write that comes.
 
 use std::io::ErrorKind;
 use std::time::Duration;
@@ -11,10 +12,11 @@ use crate::observe::Finding;
 use crate::store::base::Base;
 use crate::store::schema::Schema;
 
-/// The triggers that apply the limits.
+/// The triggers of the outbox: they apply the limits, and refuse changes of its rows and deletes of
+/// unproven ones.
 const TRIGGERS: [&str; 4] =
     ["oncebox_outbox_limits", "oncebox_outbox_complete", "oncebox_outbox_immutable", "oncebox_outbox_keep"];
-/// A longer wait for the turn is reported: handlers have 2 s.
+/// A longer wait for the turn is reported: handlers have 2 s by default.
 const TURN_LONG: Duration = Duration::from_secs(5);
 
 pub(super) async fn check(store: &SqliteStore) -> Result<Vec<Finding>, StoreError> {

@@ -154,7 +154,7 @@ impl Base for SqliteStore {
                 Box::pin(async move {
                     let state: String = query_scalar(STATE).fetch_one(&mut *connection).await?;
                     fresh.get_or_init(|| state);
-                    // With a changed state this connection is closed after its first use.
+                    // `query_only` changes the state, so `after_release` closes the connection.
                     if is_read_only(connection, BUSY_TIMEOUT).await? {
                         raw_sql("pragma query_only = on").execute(connection).await?;
                     }

@@ -1,4 +1,4 @@
-//! The operator's acts and views that only SQLite can answer. The others are in
+//! The operator's acts and views that SQLite has in a way of its own. The others are in
 //! [`crate::store::sql::operator`].
 
 mod mend;

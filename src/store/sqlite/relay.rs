@@ -2,7 +2,7 @@
 //!
 //! There is one writer at a time, so positions commit in order and a plain cursor is exact. A
 //! proven row is deleted, by its exact position, in the transaction that moves the cursor past it
-//! (R18), so the table holds only unproven rows.
+//! (R11), so the table holds only unproven rows.
 //!
 //! Guarantees: every write checks epoch and revision; a checkpoint is a commit of our own with
 //! `synchronous = FULL`, begun after the read, so that the rows about to be sent are on disk even
@@ -101,7 +101,8 @@ impl SqliteSession {
         StoreError::Fenced(format!("{what}: the lease of `{owner}` (epoch {epoch}, revision {revision}) is gone"))
     }
 
-    /// Checks the first row of an answer: the shard must be as this session left it.
+    /// Checks the first row of an answer: the shard must be as this session left it, and the
+    /// sequence of positions not behind the cursor.
     fn check_fence(&self, row: &SqliteRow) -> Result<(), StoreError> {
         let seen = Fence { epoch: row.try_get(0)?, revision: row.try_get(1)? };
         self.fence.check(seen).map_err(|lost| self.fenced(&lost))?;

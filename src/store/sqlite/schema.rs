@@ -1,4 +1,4 @@
-//! Migrations of the SQLite store, in a table of their own.
+//! Migrations of the SQLite store, recorded in a table of their own.
 //!
 //! All missing migrations are applied in one `BEGIN IMMEDIATE` transaction. The write lock makes
 //! concurrent migrators safe, and a migration that fails leaves nothing behind.

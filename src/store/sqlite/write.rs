@@ -1,9 +1,9 @@
 //! A write transaction: waits for its turn at the file (`flock`: one writer of all processes at a
 //! time), runs `BEGIN IMMEDIATE`, and ends with a whole COMMIT or ROLLBACK.
 //!
-//! Guarantees: a caller that is cancelled does not cancel BEGIN, which sqlx would not survive
-//! (R28); the turn is given back only after the transaction ended, also when a [`Write`] is
-//! dropped; a connection whose transaction did not end so is not used again (see `connect`). None
+//! Guarantees: a caller that is cancelled does not cancel BEGIN, which sqlx would not survive; the
+//! turn is given back only after the transaction ended, also when a [`Write`] is dropped; a
+//! connection whose transaction did not end so is not used again (see `connect`). No transaction
 //! begins in a file that was deleted or replaced.
 
 use std::sync::Arc;
@@ -48,7 +48,7 @@ struct Guard {
     /// Set when a commit was refused.
     refused: AtomicBool,
     /// Set by our rollback. SQLite then interrupts the running statement: it may belong to a
-    /// handler that was cancelled, and it holds the write lock of the whole file (R28).
+    /// handler that was cancelled, and it holds the write lock of the whole file.
     interrupted: AtomicBool,
 }
 
