@@ -3,8 +3,8 @@
 //!
 //! Guarantees:
 //!
-//! * Every value has a type tag and a length prefix, so two different commands never give the same
-//!   bytes, whatever their texts contain.
+//! * Every value has a type tag, and each part of a command, list or map stands after its length.
+//!   So two different commands never give the same bytes, whatever their texts contain.
 //! * Whole numbers are exact at every size. A number has the same form for every width of its type,
 //!   so widening a field changes no fingerprint. Amounts are [`Decimal`]s. A float has no canonical
 //!   form and does not compile:

@@ -5,17 +5,17 @@
 //! Guarantees:
 //!
 //! * A run that may have had an effect and whose end was not seen becomes UNKNOWN. "Retryable" is
-//!   written only where no effect can be outstanding: the handler says so, or its transaction is
-//!   known to be rolled back.
+//!   written only where no effect can be outstanding: the handler says so, its transaction is known
+//!   to be rolled back, or (mode bridged) the operation's own code did not begin.
 //! * A request that was refused before the operation began frees its key, so a typing error does
 //!   not block the key for a day.
 //! * A rate limit or a timeout is never stored as an answer to replay, unless the author said so by
 //!   a tag. A missing login is stored only if the operation had begun or may have begun.
 //! * After a guard has committed, the outcome is what it stored, whatever inner layers answer (O2).
 //! * In mode bridged only the guard's commit is a success. A run that reports success without it
-//!   may have committed by itself, and so may a run that began and failed without asking the guard
-//!   to commit: both become UNKNOWN. Otherwise it would stay hidden that such a route executes
-//!   twice when its process is killed.
+//!   may have committed by itself. So may a run that may have begun, did not ask the guard to
+//!   commit, and panicked or answered a status such as 500. Both become UNKNOWN. Otherwise it would
+//!   stay hidden that such a route executes twice when its process is killed.
 //!
 //! Not here: commits whose outcome is unknown ([`doubt`](super::doubt)), phases
 //! ([`flow`](super::flow)), and what is kept of an answer.
@@ -62,8 +62,8 @@ pub(crate) struct Run {
 /// How far a run came.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Reached {
-    /// The code was called, and it is not known whether its extractors let the request in: the
-    /// route has no `Idempotent<E>`.
+    /// The code was called and reached no `Idempotent<E>`, so it is not known whether the request
+    /// was let in.
     Called,
     /// The code was called, and the `started` flag is not set: no extractor let the request in.
     NotStarted,

@@ -2,15 +2,16 @@
 //! How a request is answered: the whole decision table of the engine (O3, O4, O11, O15, O18 to O21,
 //! O23, O29, M42).
 //!
-//! Guarantees. Tests check each in all combinations of facts, and with mutants of the table:
+//! Guarantees. Tests check each in all combinations of the facts of a record, in all of the facts
+//! that come before it, and with mutants of the table:
 //!
 //! * The facts are judged in this order: principal, fingerprint version, fingerprint, state. Expiry
 //!   counts only for terminal states (O3).
 //! * Another command under the key executes nothing and replays nothing, in any state (M26, M27).
 //!   Another principal gets exactly the same answer.
 //! * A stale claim is executed again in two cases only: in mode `bridged`, and on an edge route
-//!   that is declared repeatable. A committed claim of a transactional operation is never taken
-//!   over: it is an alarm.
+//!   that is declared repeatable and cannot find out how a run ended. A committed claim of a
+//!   transactional operation is never taken over: it is an alarm.
 //! * IN_PROGRESS and UNKNOWN never expire. What this process cannot judge (a secret that it does
 //!   not have, a newer version, a store that is away) is answered with 503, and nothing runs (M60).
 //!
@@ -19,7 +20,9 @@
 //! plain read; and, if the lock or the insert was refused, with the result of a second read or
 //! [`KeyFound::Busy`]. Only the result of a read may lead to an execution, and then by one fenced
 //! statement: an INSERT for [`Decision::Claim`], an UPDATE that compares the epoch for the others.
-//! If that statement changed no row, read and ask again.
+//! If that statement changed no row, read and ask again. One exception: a key that is probably new
+//! is inserted without a read. A transaction that holds the insert asks with
+//! [`KeyFound::Nothing`].
 //!
 //! Not here: the statements (`store`), the answers' texts (`http`), and how a run ends
 //! ([`classify`](super::classify)).
@@ -57,7 +60,7 @@ pub(crate) struct Request<'a> {
     pub command: &'a dyn Canonical,
     /// Which fingerprints of the operation this process reads and writes.
     pub fingerprinter: &'a Fingerprinter,
-    /// Whether the tenant has too many operations running or unresolved to start another one.
+    /// Whether as many operations of the tenant run in this process as may.
     pub over_quota: bool,
 }
 
@@ -75,7 +78,8 @@ pub(crate) enum KeyFound<'a> {
     /// claim that is not committed yet (O19).
     Busy,
     /// There is no committed record. The bounds are database time and the operation's purge bound,
-    /// read in the same statement. Without them, a route that checks the age of keys refuses it.
+    /// read in the same statement; `None` after an insert without a read. Without them, a route
+    /// that checks the age of keys refuses the key.
     Nothing(Option<Bounds>),
     /// A committed record, and the database time of the read.
     Record(&'a Record, DbTime),

@@ -58,7 +58,7 @@ impl FromStr for Decimal {
 impl fmt::Display for Decimal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let scale = self.scale as usize;
-        // `format!` panics at a wider text, and a client may have chosen the scale.
+        // `format!` panics at a wider text. No text that is read gives such a scale.
         if scale >= usize::from(u16::MAX) {
             return write!(f, "{}e-{scale}", self.unscaled);
         }

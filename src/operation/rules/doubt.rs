@@ -7,8 +7,9 @@
 //! ignored an error that rolled it back. Then a new connection reads the record, for up to a second
 //! (O29), and the result decides.
 //!
-//! Guarantees: "nothing happened" is answered only where it is proven. Otherwise the record becomes
-//! UNKNOWN, with an alarm. No retry executes while an earlier effect may exist.
+//! Guarantees: "nothing happened" is answered only where it is proven. Where a retry finds out what
+//! happened, the answer is 503. Otherwise the record becomes UNKNOWN, with an alarm. No retry
+//! executes while an earlier effect may exist.
 //!
 //! Not here: the proof itself and the read (`store`).
 
@@ -33,9 +34,10 @@ pub(crate) enum Doubt {
 pub enum Look {
     /// The store did not answer within a second.
     NoAnswer,
-    /// There is no committed record under the key.
+    /// There is no committed record under the key but the one that this run began from.
     Nothing,
-    /// There is a record of this run: it has its operation id.
+    /// There is a record of this run: it has its operation id, and is not the one that the run
+    /// began from.
     Ours(State),
     /// There is a record of another run. It claimed the key after this run was rolled back.
     Anothers,
@@ -47,7 +49,8 @@ pub(crate) enum Aftermath {
     Stored,
     /// Answer 503. A retry with the same key finds the outcome, or finds nothing and runs.
     CommitUnknown,
-    /// Insert an UNKNOWN record if there is none of this run, raise the alarm, answer 500.
+    /// Insert an UNKNOWN record, or make the one that the run began from UNKNOWN, if no other run
+    /// has the key. Raise the alarm, answer 500.
     InsertUnknown,
     /// Change the committed claim to UNKNOWN, raise the alarm, answer 500.
     MarkUnknown,
@@ -64,7 +67,7 @@ impl Doubt {
             // The outcome is committed.
             (_, Look::Ours(_)) => Aftermath::Stored,
             (Self::CommitLost, _) | (Self::TokenGone { nothing_ran_after: true }, _) => Aftermath::CommitUnknown,
-            // The insert is also tried if the store did not answer: it changes no record.
+            // This is also tried if the store did not answer: it changes no record of another run.
             (Self::TokenGone { nothing_ran_after: false }, Look::Nothing | Look::NoAnswer) => Aftermath::InsertUnknown,
             // The key belongs to another run, so only the alarm is left.
             (Self::TokenGone { nothing_ran_after: false }, Look::Anothers) => Aftermath::Ended,

@@ -70,7 +70,8 @@ pub(crate) enum Comparison {
     /// A newer program wrote the fingerprint, or it was written under a key id that this process
     /// does not have: another process can compare it.
     Unreadable,
-    /// An older program than this one knows wrote it: no process can compare it any more.
+    /// Its version is older than the oldest that this program can write, so it cannot be compared
+    /// any more.
     TooOld,
 }
 

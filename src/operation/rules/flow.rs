@@ -7,13 +7,13 @@
 //!
 //! | stage | what is durable | a retry or the worker |
 //! |---|---|---|
-//! | RECEIVED | nothing: claim, command, operation and first phase commit together | claims |
+//! | RECEIVED | nothing: claim, command, operation and first phase commit together | claims; a committed one is parked |
 //! | LOCAL | rows of ours, no intent | runs the phase |
 //! | OUTSTANDING | an intent: a provider may have been asked | asks [`provider`](super::provider), never with a new identity |
 //! | SETTLED | what the provider did, proven | runs the next phase, forward only |
 //! | SUCCEEDED | the outcome | replays |
 //! | FAILED | the outcome | replays |
-//! | UNKNOWN | the intents and the evidence | as OUTSTANDING; then an operator |
+//! | UNKNOWN | the intents and the evidence | as OUTSTANDING, or as SETTLED if all effects are settled; then an operator |
 //!
 //! Not here: how a phase may end, which the types of its author say (the phased engine), and the
 //! fenced UPDATE from point to point (`store`).

@@ -12,8 +12,8 @@
 //!   see two different commands: a member named twice, whole numbers beyond 2^53 - 1 (RFC 8785
 //!   itself writes 9007199254740993 and ..992 alike), a lone surrogate. A typed operation takes
 //!   such commands ([`canonical`](super::canonical)).
-//! * The parser ends on any input, at a depth of at most [`DEPTH_MAX`], and its errors contain no
-//!   digit and no name of the document.
+//! * The parser ends on any input, at a depth of at most [`DEPTH_MAX`], and its errors quote
+//!   nothing of the document.
 //!
 //! This is a parser of its own because `serde_json` treats numbers and duplicate names by features
 //! that any crate of the build may turn on. A test compares the two. Not here: which bodies are
@@ -246,7 +246,7 @@ impl Reader<'_> {
                     return char::from_u32(unit.into()).ok_or(lone);
                 }
                 // The next character decides between a pair and a lone half. If the document ends
-                // here, the fault is `Truncated`.
+                // here, the fault is `TRUNCATED`.
                 if unit >= 0xdc00 || !self.take(b'\\')? || self.peek()? != b'u' {
                     return Err(lone);
                 }

@@ -45,8 +45,7 @@ pub struct Key(String);
 
 impl Key {
     /// Reads the key from the lines of the `Idempotency-Key` header (or of gRPC metadata). Returns
-    /// `None` if there is no line. To a key that is not valid the client is answered
-    /// `IDEMPOTENCY_KEY_INVALID`.
+    /// `None` if there is no line. The caller answers an error with `IDEMPOTENCY_KEY_INVALID`.
     pub(crate) fn from_header(lines: &[&[u8]], format: KeyFormat) -> Result<Option<Self>, Invalid> {
         match lines {
             [] => Ok(None),

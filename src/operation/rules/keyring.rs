@@ -9,7 +9,8 @@
 //! * No secret is kept as bytes or shown: the ring holds hash states, and `Debug` prints ids only.
 //! * The id `sha256` means "no secret" and can always be read, so a ring can be introduced later.
 //!
-//! Not here: where the secrets come from (`app`), and encryption of bodies.
+//! Not here: where the secrets come from (the service gives the ring in
+//! [`EngineOptions`](crate::operation::EngineOptions)), and encryption of bodies.
 
 use std::collections::BTreeMap;
 use std::fmt;

@@ -41,7 +41,8 @@ pub enum KeyState {
 pub enum Code {
     /// The request has no key, and the operation requires one.
     KeyRequired,
-    /// The key is malformed, given twice, or its time lies in the future.
+    /// The key is malformed, is given twice, has no time where the route needs one, or its time
+    /// lies in the future.
     KeyInvalid,
     /// There is no scope from verified authentication.
     ScopeRequired,
@@ -65,17 +66,18 @@ pub enum Code {
     RecoveryPending,
     /// The outcome is not known, and only an operator can find it out.
     OutcomeUnknown,
-    /// The record of the key has expired.
+    /// The record of the key has expired, or is gone and the time in the key is too old.
     KeyExpired,
-    /// The operation happened, and its answer is not kept.
+    /// The operation succeeded or failed for good, and its answer is not kept. Or the record has a
+    /// fingerprint that is too old to be compared: then its `key_state` is `unknown`.
     ResultNotRetained,
     /// The outcome of the commit is not known. A retry finds it out.
     CommitUnknown,
-    /// The operation happened, and its answer could not be stored yet.
+    /// The operation may have run or still run, and its outcome could not be stored yet.
     ResultNotStored,
     /// The handler ended the operation's transaction by itself. This is a defect.
     TransactionEnded,
-    /// This process cannot compare the fingerprint; another one must.
+    /// This process cannot compare the fingerprint, or open the stored answer; another one must.
     FingerprintVersionUnknown,
     /// The store does not answer, takes no writes, or has no free connection. This request ran
     /// nothing. The code says nothing about an earlier request under the key.
@@ -84,7 +86,7 @@ pub enum Code {
     QuotaExceeded,
     /// The record of the key is kept in another region.
     WrongRegion,
-    /// The operation's own code failed and was rolled back. Nothing is stored (M36).
+    /// The operation's own code failed and was rolled back. The same key may run again (M36).
     OperationFailed,
 }
 

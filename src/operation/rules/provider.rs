@@ -2,8 +2,8 @@
 //! An outside provider: what its answers prove, and what to do next with an effect (O5 to O8, M78
 //! to M82).
 //!
-//! Guarantees, each tested by a model with random histories (lost requests and answers, late
-//! arrivals, crashes, lost leases):
+//! Guarantees, tested for every strategy but [`Strategy::Repeatable`] by a model with random
+//! histories (lost requests and answers, late arrivals, crashes, lost leases):
 //!
 //! * A send that may have arrived is repeated only while the provider still knows our key, or if
 //!   the effect is declared repeatable, or if an operator accepts a duplicate. The key and bytes of
@@ -35,8 +35,8 @@ use crate::time::db_time::DbTime;
 
 pub use self::verdict::{Answer, Matches, QueryAnswer, Verdict};
 
-/// After this many sends that got a stored server error, sends stop: the provider will not answer
-/// anything else (O7).
+/// After this many sends that got a stored server error, sends under the key stop: the provider
+/// will not answer anything else (O7).
 const STORED_ERRORS_MAX: usize = 3;
 
 /// How a provider lets us find out whether an effect happened, declared per effect (O6).
@@ -68,7 +68,7 @@ pub struct KeyWindow {
 pub(crate) struct Sends {
     /// Database time of the intent, committed before the first send.
     pub first_sent_at: Option<DbTime>,
-    /// The number of sends that any process has begun.
+    /// The number of sends that any process has begun and not taken back.
     pub begun: u32,
 }
 
@@ -292,8 +292,7 @@ impl Strategy {
 impl Step {
     /// Returns this step, or [`Step::Operator`] if the attempts are used up. A proven outcome, a
     /// pause that the provider asked for and [`Step::Send`] do not depend on the number of
-    /// attempts, for they leave nothing to find out. An unknown outcome never becomes a failure
-    /// (O9).
+    /// attempts. An unknown outcome never becomes a failure (O9).
     pub(crate) fn within(self, attempts: u32, attempts_max: u32) -> Self {
         match self {
             Self::Settle(_) | Self::Operator(_) | Self::Send | Self::Wait { .. } => self,

@@ -4,12 +4,13 @@
 //!
 //! Guarantees:
 //!
-//! * The path, the query and the body count, each with a length prefix. What the path is, the
-//!   caller says: the layer gives the method, the whole path and its parameters.
+//! * The path, the query, the content type and the body count, each with a length prefix. What the
+//!   path is, the caller says: the layer gives the method, the whole path and its parameters.
 //! * A typed operation writes its own command, and [`Target`] adds the path parameters and the
 //!   query to it.
-//! * Of the headers, only those that the route lists count. The list must not have `Authorization`,
-//!   cookies or the key, because a retry may carry a new token.
+//! * Of the headers, only those count that the caller adds: for the layer `Prefer`, `If-Match` and
+//!   those that the route lists. The list must not have `Authorization`, cookies or the key,
+//!   because a retry may carry a new token.
 //! * A JSON body counts by its canonical text, another by its bytes. The two are never equal.
 //!
 //! Not here: reading the body, its limit, and which headers a route lists (the layer).
@@ -19,7 +20,7 @@ use super::fingerprint::Canonical;
 use super::json::canonical_json;
 use crate::error::Invalid;
 
-/// Headers that never belong to a command: they may be others at the next try.
+/// Headers that never belong to a command: their values may differ at the next try.
 const NEVER: [&str; 10] = [
     "authorization",
     "proxy-authorization",
@@ -42,7 +43,7 @@ pub(crate) fn is_json(essence: &str) -> bool {
     essence == "application/json" || essence.ends_with("+json")
 }
 
-/// What the target of a request says: of its path parts with names, and the decoded query.
+/// The target of a request: the named parts of its path, and the decoded query.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Target {
     path: Vec<(String, String)>,
@@ -108,7 +109,7 @@ impl RawCommand {
         Ok(self)
     }
 
-    /// Adds a line of a header that the route lists, which counts from this fingerprint version on.
+    /// Adds a line of a header, which counts from this fingerprint version on.
     pub(crate) fn header(mut self, since: u32, name: &str, value: &[u8]) -> Self {
         self.headers.push((since, (name.to_ascii_lowercase(), value.to_vec())));
         self.headers.sort_by(|a, b| a.1.0.cmp(&b.1.0));

@@ -4,8 +4,8 @@
 //!
 //! Guarantees, tested for everything that an attempt can meet:
 //!
-//! * After one attempt of unknown outcome, only a 2xx from the requested URL, or a problem whose
-//!   `key_state` is `spent`, ends the operation. Any other answer leaves the outcome unknown,
+//! * After one attempt of unknown outcome, only a 2xx from the requested URL, or an answer that
+//!   calls the key `spent`, ends the operation. Any other answer leaves the outcome unknown,
 //!   whatever it says of the second attempt. A 409 that says no more may mean that the first one
 //!   still runs, so the request is sent again.
 //! * A redirect, or a 2xx from another URL, never ends it: a proxy may have turned a POST into a
@@ -50,7 +50,7 @@ pub enum Seen {
         status: u16,
         /// The code of its problem body, if it is a code of the engine.
         code: Option<Code>,
-        /// What its problem body says of the key.
+        /// What its problem body, or the header `Idempotency-Key-State`, says of the key.
         key_state: Option<KeyState>,
     },
 }

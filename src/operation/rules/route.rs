@@ -44,12 +44,13 @@ pub enum WhileRunning {
 pub enum AfterExpiry {
     /// The request is a new operation.
     ExecuteAsNew,
-    /// 409 `IDEMPOTENCY_KEY_EXPIRED` if the time in the key is too old, even where no record is
-    /// left. Needs keys that carry their time ([`KeyFormat::UuidV7`]).
+    /// 409 `IDEMPOTENCY_KEY_EXPIRED`, also where no record is left and the time in the key is too
+    /// old. Needs keys that carry their time ([`KeyFormat::UuidV7`]).
     Reject,
 }
 
-/// What a duplicate gets when the first body was not kept (M62 to M64).
+/// What a duplicate gets when the body of a success is not kept (M62 to M64). Without its body a
+/// failure is always 409 `IDEMPOTENT_RESULT_NOT_RETAINED`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Replay {
     /// Only the first answer's bytes. Without them the answer is 409

@@ -5,8 +5,8 @@
 //! Guarantee: if one process writes fingerprints that another would answer with 503 or 409, the
 //! pair is named, in whatever order the rows were read.
 //!
-//! Not here: where processes announce this (`Engine::measure`) and where it is stored (`store`),
-//! and the verdict on one fingerprint (`fingerprint`).
+//! Not here: where processes announce this (`Engine::measure`, `Engine::sweep`) and where it is
+//! stored (`store`), and the verdict on one fingerprint (`fingerprint`).
 
 use std::ops::RangeInclusive;
 use std::time::Duration;

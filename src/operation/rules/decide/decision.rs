@@ -22,8 +22,9 @@ pub(crate) enum Decision {
     /// The record under this digest has another identity, so it must not be changed. This is an
     /// alarm, answered like an unavailable store.
     WrongRecord,
-    /// The tenant has too many operations that run or are not resolved. The engine also uses this
-    /// when the tenant's stored answers have too many bytes.
+    /// As many operations of the tenant run in this process as may. The engine also uses this when
+    /// the store has too many operations without an outcome, or too many bytes of answers, of the
+    /// tenant.
     QuotaExceeded,
     /// Look for the key in the map of what runs in this process, then in the store.
     Look,
@@ -44,7 +45,8 @@ pub(crate) enum Decision {
     Reclaim,
     /// The record has expired: raise epoch and generation, make a new id, then execute (O4).
     ExecuteAsNew,
-    /// The record has expired, and the route wants a new key.
+    /// The route wants a new key: the record has expired, or is gone and the time in the key is
+    /// below the purge bound.
     Expired,
     /// Take the operation's lease and recover it within the time budget. If that takes longer,
     /// answer that recovery is pending.

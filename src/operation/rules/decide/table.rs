@@ -148,8 +148,8 @@ pub(super) const TABLE: &[Row] = &[
     row(KNOWN.fingerprint(&[Comparison::Unreadable]), Decision::FingerprintUnreadable),
     row(KNOWN.fingerprint(&[Comparison::TooOld]), Decision::FingerprintTooOld),
     row(KNOWN.fingerprint(&[Comparison::Different]), Decision::Mismatch),
-    // The claim is not committed yet, in this process or another (O15, O19). There is no operation
-    // yet whose location could be answered.
+    // The key runs in this process, or another has a claim that is not committed (O15, O19). No
+    // operation is committed yet whose location could be answered.
     row(ANY.seen(&[Seen::Running, Seen::Busy]).while_running(&[WhileRunning::Wait]), WAIT),
     row(ANY.seen(&[Seen::Running, Seen::Busy]), CONFLICT),
     // There is no record: the verdict on the time in the key decides, if it has one (O23).

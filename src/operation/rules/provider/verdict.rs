@@ -4,7 +4,8 @@
 
 use std::time::Duration;
 
-/// The wait when a provider asks for one without giving its length.
+/// The wait when a provider asks for one without giving its length, and when a query finds the
+/// effect still under way.
 const PAUSE: Duration = Duration::from_secs(2);
 /// The longest pause that a provider is granted. A longer request must not hide an operation.
 pub(super) const PAUSE_MAX: Duration = Duration::from_secs(600);
@@ -12,11 +13,12 @@ pub(super) const PAUSE_MAX: Duration = Duration::from_secs(600);
 /// The answer to a send, as the adapter reports it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
-    /// No connection: refused, name not found, TLS failed. No byte of the request was sent.
+    /// The provider certainly took nothing, and that may pass by waiting: no connection (refused,
+    /// name not found, TLS failed).
     NotConnected,
     /// The request could not be made for a reason on our side that does not pass by waiting: no
-    /// credentials for the provider, or a host name that leads to a forbidden address. No byte was
-    /// sent. Unlike a provider that is away, this counts as an attempt.
+    /// credentials for the provider, or a host name that leads to a forbidden address. The provider
+    /// took nothing. Unlike a provider that is away, this counts as an attempt.
     NotMade,
     /// The connection ended or the timeout passed before an answer came.
     NoAnswer,

@@ -59,7 +59,7 @@ pub(crate) fn pause(failed: u32, base: Duration, cap: Duration, chance: f64) -> 
 /// The time during which an operation may be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SendWindow {
-    /// The longest time of this call.
+    /// The time of this call after which no attempt begins.
     pub total: Duration,
     /// The time for which the server remembers a key at least, counted from the first send. After
     /// it the same key might run again.
