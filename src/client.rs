@@ -100,8 +100,8 @@ pub enum ClientError {
         cause: Cause,
     },
     /// No attempt with this [`Request`] or a clone of it executed anything. The key stays the key
-    /// of this operation. If another process has sent it before, this error says nothing about
-    /// that.
+    /// of this operation. This error says nothing about what another process, or another
+    /// [`Request`] with this key, has sent.
     #[error("nothing was done under the key #{}: {cause}", key.short_hash())]
     NotSent {
         /// The key of the operation, the same for every later attempt.
@@ -109,7 +109,7 @@ pub enum ClientError {
         /// Why this call stopped before anything ran.
         cause: Cause,
     },
-    /// The journal could not be written or read; nothing was sent.
+    /// The journal could not be written or read, or it refuses the request. This call sent nothing.
     #[error("the journal of keys: {0}")]
     Journal(#[from] JournalError),
     /// The request cannot be sent, or cannot be sent again.

@@ -1,9 +1,10 @@
 //! Keys that outlive the process: an operation is written to the disk before it is sent for the
 //! first time, so that a program that starts again sends it under the same key (O27).
 //!
-//! One file for each operation, in a directory that one process has at a time. A file has a line of
-//! JSON (key, method, time of the first send), then URL and headers, then the digest of the body.
-//! Where bodies are kept, URL, headers and body are encrypted together.
+//! One file for each operation, in a directory that one process has at a time. A file begins with a
+//! line of JSON: key, method and time of the first send. Where digests are kept, this line also has
+//! URL, headers and the digest of the body. Where bodies are kept, URL, headers and body follow it,
+//! encrypted together.
 //!
 //! Promises:
 //!

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 /// How often a busy file rests.
 const REST_EVERY: Duration = Duration::from_secs(1);
-/// If the turn was held for less than one part in so many of the time, there is no rest.
+/// If the turn was held for at most one part in so many of the time, there is no rest.
 const IDLE_ENOUGH: u32 = 4;
 
 /// The content of the lock file.

@@ -100,7 +100,7 @@ pub enum ParkAs {
         /// Short reason: `terminal`, `attempts`, `id-reused`, `no-usable-id`, `unhandled`,
         /// `too-old`, `from-the-future`, `transaction-ended`, `unstorable`.
         reason: String,
-        /// Policy `hold` (true), or `skip` and verdicts.
+        /// True under the policy `hold`. False under `skip`, and for a message that no handler got.
         holds: bool,
     },
 }
@@ -184,7 +184,7 @@ pub(crate) fn time_in_id(id: MessageId) -> Option<DbTime> {
     id.unix_millis().map(|millis| DbTime::from_millis(i64::try_from(millis).unwrap_or(i64::MAX)))
 }
 
-/// The smallest id that carries this time: every smaller v7 id carries an earlier time.
+/// The lower bound of the ids that carry this time: every smaller v7 id carries an earlier time.
 pub(crate) fn first_id_at(time: DbTime) -> MessageId {
     // A v7 id begins with its milliseconds in 48 bits.
     MessageId::from(Uuid::from_u128(u128::try_from(time.millis()).unwrap_or(0).min((1 << 48) - 1) << 80))

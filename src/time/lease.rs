@@ -1,5 +1,5 @@
-//! Pure: no I/O, no clock. Decides whether the lease of a shard or a partition has expired, and
-//! whether a session still owns what it leased.
+//! Pure: no I/O, no clock. Decides whether the lease of a shard or of an operation's key has
+//! expired, and whether a relay session still owns its shard.
 //!
 //! Guarantees:
 //!
