@@ -191,8 +191,7 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError::OutcomeUnknown`]: the operation may have happened. After
-    /// [`ClientError::NotSent`] it did not. The other errors come before the first attempt of this
-    /// call.
+    /// [`ClientError::NotSent`] it did not. The other errors come before this call's first attempt.
     ///
     /// # Cancel safety
     /// If the future is dropped, the operation may have happened; the journal keeps the key. The
@@ -206,8 +205,7 @@ impl Client {
     /// needed and must have the same bytes.
     ///
     /// # Errors
-    /// As [`Client::send`]; [`JournalError::OtherBody`] if the bytes are not those of the first
-    /// send.
+    /// As [`Client::send`]; [`JournalError::OtherBody`] if the bytes are not those sent first.
     ///
     /// # Cancel safety
     /// As [`Client::send`].
@@ -237,8 +235,8 @@ impl Client {
     /// of this client stays.
     ///
     /// # Errors
-    /// [`ClientError::Request`]: the server has no such document, or it cannot be read within
-    /// [`ClientOptions::attempt_timeout`].
+    /// [`ClientError::Request`]: within [`ClientOptions::attempt_timeout`] the server gave no such
+    /// document, or one that cannot be read.
     pub async fn as_advertised(&self, url: &str) -> Result<Self, ClientError> {
         let mut options = self.shared.options.clone();
         if let Some(shortest) = advertised::ask(&self.http, url, options.attempt_timeout).await? {

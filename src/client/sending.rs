@@ -136,8 +136,7 @@ impl ClientState {
                 return Err(cause);
             }
             tokio::time::sleep(wait).await;
-            // The pause may have been longer: the machine was suspended, or this process was
-            // stopped.
+            // The pause may have been longer: the machine was suspended, or this process frozen.
             if let Some(cause) = course.over(Duration::ZERO, &last) {
                 return Err(cause);
             }

@@ -28,8 +28,7 @@ pub(super) const STEP_ASIDE: Duration = Duration::from_millis(5);
 /// The access of one [`Turn`](super::Turn) and its clones to `next`.
 #[derive(Debug)]
 pub(super) struct Queue {
-    /// Shared only with a thread that waits for the lock, and with the [`Next`] that this thread
-    /// gets.
+    /// Shared only with a thread that waits for the lock, and with a [`Next`].
     file: Arc<File>,
 }
 

@@ -27,8 +27,7 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Whether another owner may take the lease: it has ended, or it ends later than now plus its
-    /// length.
+    /// Whether another owner may take the lease: it has ended, or more than its length is left.
     pub(crate) fn is_expired(self, now: DbTime) -> bool {
         self.until <= now || self.until > now.after(self.length)
     }
