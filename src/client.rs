@@ -100,8 +100,8 @@ pub enum ClientError {
         cause: Cause,
     },
     /// No attempt with this [`Request`] or a clone of it executed anything. The key stays the key
-    /// of this operation. If another process has sent it before, this error says nothing about
-    /// that.
+    /// of this operation. This error says nothing about what another process, or another
+    /// [`Request`] with this key, has sent.
     #[error("nothing was done under the key #{}: {cause}", key.short_hash())]
     NotSent {
         /// The key of the operation, the same for every later attempt.
@@ -109,7 +109,7 @@ pub enum ClientError {
         /// Why this call stopped before anything ran.
         cause: Cause,
     },
-    /// The journal could not be written or read; nothing was sent.
+    /// The journal could not be written or read, or it refuses the request. This call sent nothing.
     #[error("the journal of keys: {0}")]
     Journal(#[from] JournalError),
     /// The request cannot be sent, or cannot be sent again.
@@ -191,8 +191,7 @@ impl Client {
     ///
     /// # Errors
     /// [`ClientError::OutcomeUnknown`]: the operation may have happened. After
-    /// [`ClientError::NotSent`] it did not. The other errors come before the first attempt of this
-    /// call.
+    /// [`ClientError::NotSent`] it did not. The other errors come before this call's first attempt.
     ///
     /// # Cancel safety
     /// If the future is dropped, the operation may have happened; the journal keeps the key. The
@@ -206,8 +205,7 @@ impl Client {
     /// needed and must have the same bytes.
     ///
     /// # Errors
-    /// As [`Client::send`]; [`JournalError::OtherBody`] if the bytes are not those of the first
-    /// send.
+    /// As [`Client::send`]; [`JournalError::OtherBody`] if the bytes are not those sent first.
     ///
     /// # Cancel safety
     /// As [`Client::send`].
@@ -237,8 +235,8 @@ impl Client {
     /// of this client stays.
     ///
     /// # Errors
-    /// [`ClientError::Request`]: the server has no such document, or it cannot be read within
-    /// [`ClientOptions::attempt_timeout`].
+    /// [`ClientError::Request`]: within [`ClientOptions::attempt_timeout`] the server gave no such
+    /// document, or one that cannot be read.
     pub async fn as_advertised(&self, url: &str) -> Result<Self, ClientError> {
         let mut options = self.shared.options.clone();
         if let Some(shortest) = advertised::ask(&self.http, url, options.attempt_timeout).await? {

@@ -6,8 +6,8 @@
 //! takes a turn around each write transaction.
 //!
 //! Other programs take no turns. So that they can write too, the lock pauses: once a second, if it
-//! was busy for most of that second, the holder keeps its turn for 120 ms after its transaction.
-//! The lock file stores when the last pause was (`stamp`).
+//! was busy for more than a quarter of that time, the holder keeps its turn for 120 ms after its
+//! transaction. The lock file stores how busy it was (`stamp`).
 //!
 //! Whoever locks a second file, `<lock file>-next`, gets the next turn (`next`). Clones of one
 //! [`Turn`] get turns in the order of their requests.
@@ -87,7 +87,7 @@ impl Turn {
     /// Waits for a turn for at most `patience`.
     ///
     /// # Errors
-    /// `TimedOut`, with the process that holds the turn, or an I/O error of the lock files.
+    /// `TimedOut`, with the process that had the turn last, or an I/O error of the lock files.
     ///
     /// # Cancel safety
     /// Safe: if the future is dropped, its thread may wait on, and releases the turn as soon as it
@@ -167,8 +167,7 @@ impl Drop for Held {
         let rest = stamp.give_back(now_millis(), self.since.elapsed());
         stamp.write(&mut lock.0.turn);
         if rest && let Ok(runtime) = tokio::runtime::Handle::try_current() {
-            // The caller continues, as its transaction is over; only the turn is kept for the
-            // pause.
+            // The caller continues, as its transaction is over. Only the turn is kept longer.
             runtime.spawn(task::boxed(async move {
                 tokio::time::sleep(REST).await;
                 drop(lock);

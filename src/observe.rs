@@ -124,7 +124,8 @@ pub fn describe(program: &'static str) {
     counter!(LEASES_LOST).increment(0);
 }
 
-/// Sets the counters of a broker to 0 before the first message, so that they have a rate from then.
+/// Sets the counters of what a broker took and refused to 0 before the first message, so that they
+/// have a rate from then.
 pub(crate) fn relay_starts(broker: &'static str) {
     counter!(PUBLISHED, "broker" => broker).increment(0);
     for class in [FailureClass::Message, FailureClass::Destination, FailureClass::Session] {
@@ -153,8 +154,8 @@ pub(crate) fn lease_lost() {
     counter!(LEASES_LOST).increment(1);
 }
 
-/// Counts a refusal that came after the broker took later messages of the key, or a topic that got
-/// more partitions.
+/// Counts that the broker took a later message of a key and refused an earlier one, or that a topic
+/// got more partitions.
 pub(crate) fn order_incident(broker: &'static str) {
     counter!(ORDER_INCIDENTS, "broker" => broker).increment(1);
 }
@@ -207,7 +208,7 @@ pub(crate) fn consumer_stands(consumer: &str, gauges: ConsumerGauges) {
     gauge!(INBOX_ROWS, "consumer" => consumer.to_owned()).set(gauges.inbox_rows as f64);
 }
 
-/// Sets the counters of a consumer to 0 before the first delivery.
+/// Sets the counters of a consumer, except failed acknowledgements, to 0 before the first delivery.
 pub(crate) fn consumer_starts(consumer: &str, topics: &[String]) {
     use DeliveryOutcome::{Dead, Duplicate, Mismatch, Processed, Retried, Unhandled};
     for outcome in [Processed, Duplicate, Retried, Dead, Mismatch, Unhandled] {

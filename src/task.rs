@@ -13,7 +13,7 @@ pub(crate) fn spawn<T: Send + 'static>(work: impl Future<Output = T> + Send + 's
     tokio::spawn(boxed(work))
 }
 
-/// Work for a [`JoinSet`](tokio::task::JoinSet), a tracker or the handle of a runtime to start.
+/// Boxes work that a [`JoinSet`](tokio::task::JoinSet), a tracker or a runtime's handle starts.
 pub(crate) fn boxed<T>(work: impl Future<Output = T> + Send + 'static) -> BoxFuture<'static, T> {
     Box::pin(work)
 }

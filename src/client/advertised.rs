@@ -29,8 +29,8 @@ fn duration<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Duratio
 }
 
 /// Parses a duration such as `PT24H`, `P1DT30M` or `PT0.5S`: whole weeks, days, hours and minutes,
-/// and seconds with up to nine digits of a fraction. Months and years have no fixed length and are
-/// refused.
+/// and seconds with up to nine digits of a fraction. Months and years are refused, because they
+/// have no fixed length.
 fn iso_8601(text: &str) -> Option<Duration> {
     let rest = text.strip_prefix('P')?;
     let (days, times) = rest.split_once('T').map_or((rest, None), |(days, times)| (days, Some(times)));

@@ -1,7 +1,8 @@
 //! An answer, and its meaning for the table of [`resend`](crate::operation::rules::resend).
 //!
 //! Guarantees: an answer counts only from the requested URL. A `Location` is followed only on the
-//! same origin. Only an `application/problem+json` body says something about the key.
+//! same origin. The state of the key is read from an `application/problem+json` body or the header
+//! `Idempotency-Key-State`, and from no other body.
 
 use std::time::{Duration, SystemTime};
 

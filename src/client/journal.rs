@@ -1,9 +1,10 @@
 //! Keys that outlive the process: an operation is written to the disk before it is sent for the
 //! first time, so that a program that starts again sends it under the same key (O27).
 //!
-//! One file for each operation, in a directory that one process has at a time. A file has a line of
-//! JSON (key, method, time of the first send), then URL and headers, then the digest of the body.
-//! Where bodies are kept, URL, headers and body are encrypted together.
+//! One file for each operation, in a directory that one process has at a time. A file begins with a
+//! line of JSON: key, method and time of the first send. Where digests are kept, this line also has
+//! URL, headers and the digest of the body. Where bodies are kept, URL, headers and body follow it,
+//! encrypted together.
 //!
 //! Promises:
 //!
@@ -36,8 +37,8 @@ use crate::text::hex::hex;
 
 /// The name of the lock file. No entry has this name.
 const LOCK: &str = "lock";
-/// The ending of a file that is being written. Its operation was not sent: it is removed at a
-/// start.
+/// The ending of a file that is being written. Its operation was not sent, so [`KeyJournal::open`]
+/// removes it.
 const UNFINISHED: &str = "part";
 const ENTRY: &str = "key";
 
@@ -68,7 +69,8 @@ impl std::fmt::Debug for Bodies {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum JournalError {
-    /// Another process holds the directory; two would send the same operations at once.
+    /// Another process, or another journal of this one, holds the directory. Two would send the
+    /// same operations at once.
     #[error("another process holds {}", .0.display())]
     Locked(PathBuf),
     /// The file system refused.
@@ -299,8 +301,7 @@ fn synchronise(directory: &Path) -> Result<(), JournalError> {
     File::open(directory).and_then(|file| file.sync_all()).map_err(at(directory))
 }
 
-/// Runs file operations on a thread for blocking work. A caller that is dropped does not stop
-/// them.
+/// Runs file operations on a thread for blocking work. They go on if the caller is dropped.
 async fn blocking<T: Send + 'static>(
     directory: &Path,
     work: impl FnOnce() -> Result<T, JournalError> + Send + 'static,

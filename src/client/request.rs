@@ -33,7 +33,7 @@ pub struct Request {
     pub(super) attempts: Arc<Mutex<Attempts>>,
 }
 
-/// The attempts under one key, in this process, that may have executed it.
+/// The attempts with a request and its clones that may have executed the operation.
 #[derive(Debug, Default)]
 pub(super) struct Attempts {
     count: u32,
@@ -141,7 +141,7 @@ impl Request {
     }
 
     /// How long ago the first attempt began that may have executed this operation. `None`: no
-    /// attempt of this process has.
+    /// attempt with this request or a clone of it has.
     pub(super) fn in_doubt_for(&self) -> Option<Duration> {
         self.attempts.lock().since.map(Since::elapsed)
     }

@@ -1,8 +1,8 @@
 //! The attempts of one operation: send, read the answer, wait, until the table ends the operation.
 //!
 //! Guarantees: the journal is written before the first attempt. A pause is the longer one of the
-//! backoff and the time that the server asks for. An attempt that gets no answer ends by its own
-//! timeout, and its outcome is then unknown.
+//! backoff and the time that the server asks for. An attempt that was sent and gets no answer ends
+//! by its own timeout, and its outcome is then unknown.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant, SystemTime};
@@ -136,8 +136,7 @@ impl ClientState {
                 return Err(cause);
             }
             tokio::time::sleep(wait).await;
-            // The pause may have been longer: the machine was suspended, or this process was
-            // stopped.
+            // The pause may have been longer: the machine was suspended, or this process frozen.
             if let Some(cause) = course.over(Duration::ZERO, &last) {
                 return Err(cause);
             }

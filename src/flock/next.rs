@@ -22,15 +22,13 @@ use std::time::Duration;
 /// How long a take waits for `next` before it waits for the turn itself: the process that holds
 /// `next` may be frozen.
 pub(super) const BEHIND_MAX: Duration = Duration::from_secs(1);
-/// While a thread of this process still waits for `next`, a take lets other processes go first for
-/// so long.
+/// While [`Queue::is_next_away`], a take lets other processes go first for so long.
 pub(super) const STEP_ASIDE: Duration = Duration::from_millis(5);
 
-/// The access of one process to `next`.
+/// The access of one [`Turn`](super::Turn) and its clones to `next`.
 #[derive(Debug)]
 pub(super) struct Queue {
-    /// Shared only with a thread that waits for the lock, and with the [`Next`] that this thread
-    /// gets.
+    /// Shared only with a thread that waits for the lock, and with a [`Next`].
     file: Arc<File>,
 }
 
@@ -55,8 +53,8 @@ impl Queue {
         Ok(Self { file: Arc::new(open(&beside(turn))?) })
     }
 
-    /// Whether a thread of this process still waits for `next` or holds it: its take waited longer
-    /// than [`BEHIND_MAX`], or was dropped.
+    /// Whether a thread of an earlier take still waits for `next` or holds it: that take waited
+    /// longer than [`BEHIND_MAX`], or was dropped.
     pub(super) fn is_next_away(&self) -> bool {
         Arc::strong_count(&self.file) > 1
     }
@@ -66,7 +64,8 @@ impl Queue {
         self.file.try_lock().is_ok().then(|| Next(Arc::clone(&self.file)))
     }
 
-    /// Waits for `next` for at most [`BEHIND_MAX`], unless it is `here` or away. Blocks the thread.
+    /// Waits for `next` for at most [`BEHIND_MAX`], unless the take has it already (`here`) or
+    /// [`Self::is_next_away`]. Blocks the thread.
     pub(super) fn stand(&self, here: Option<Next>) -> Place {
         if here.is_some() || self.is_next_away() {
             return (here, None);

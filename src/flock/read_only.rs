@@ -9,8 +9,8 @@ use crate::error::classify;
 
 /// Whether SQLite opened the file for reading only, as it does on a disk that is mounted read-only.
 /// Such a connection never writes, also when the disk can be written again. Nor does another of
-/// this process that is opened while it is open, because they share the `-shm` file. `busy_timeout`
-/// is that of the connection, which is set again.
+/// this process that is opened while it is open, because they share the `-shm` file. At the end the
+/// connection has this `busy_timeout`.
 pub(crate) async fn is_read_only(
     connection: &mut SqliteConnection,
     busy_timeout: Duration,

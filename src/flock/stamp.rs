@@ -1,4 +1,5 @@
-//! The content of the lock file: which process has the turn, and when the file last rested (R14).
+//! The content of the lock file: which process has the turn, and for how long turns were held since
+//! the file rested or was idle (R14).
 //!
 //! Guarantees: a file with any other content counts as a file without a turn so far.
 //!
@@ -10,7 +11,7 @@ use std::time::Duration;
 
 /// How often a busy file rests.
 const REST_EVERY: Duration = Duration::from_secs(1);
-/// If the turn was held for less than one part in so many of the time, there is no rest.
+/// If the turn was held for at most one part in so many of the time, there is no rest.
 const IDLE_ENOUGH: u32 = 4;
 
 /// The content of the lock file.
@@ -18,7 +19,7 @@ const IDLE_ENOUGH: u32 = 4;
 pub(super) struct Stamp {
     /// The process that holds the turn, or held it last.
     pub(super) process: u32,
-    /// When the file last rested, in milliseconds since 1970.
+    /// When the file last rested, or was idle enough not to rest, in milliseconds since 1970.
     rested_at: u64,
     /// How long the turn was held since then, in microseconds.
     busy: u64,

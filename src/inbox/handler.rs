@@ -40,8 +40,8 @@ impl<'t, S: Store> HandlerTx<'t, S> {
     }
 
     /// The sqlx connection, inside the transaction. Statements that end the transaction (COMMIT,
-    /// DDL on MySQL) are refused, or detected before the commit; the message is then dead or tried
-    /// again.
+    /// DDL on MySQL) are refused, or detected before the commit. Then the message is tried again or
+    /// is dead.
     pub fn connection(&mut self) -> &mut <<S as Base>::Db as sqlx::Database>::Connection {
         self.connection
     }
@@ -52,8 +52,7 @@ impl<'t, S: Store> HandlerTx<'t, S> {
         crate::outbox::enqueue::enqueue(self.connection, message).await
     }
 
-    /// Stores an e-mail row in the same transaction. Returns false if the unique key exists
-    /// already.
+    /// Stores an e-mail row in the same transaction. Returns false if its unique key exists.
     pub async fn queue_email(&mut self, email: &NewEmail) -> Result<bool, StoreError> {
         self.connection.queue_email(email).await
     }

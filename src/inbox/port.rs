@@ -3,8 +3,7 @@
 //! The order is fixed (R24): begin, admit (insert first, sorted), read blocked keys and purge
 //! bound, run handlers, prove (R23), commit. The unique key decides what is new; nothing is decided
 //! from a SELECT. A purge records its bound before, or together with, its first deletion. So a
-//! message whose row was purged seems new, but the same transaction also finds it too old (R31,
-//! G8).
+//! message whose row was purged seems new, but the same transaction finds it too old (R31, G8).
 
 pub(crate) mod waiting;
 
@@ -23,8 +22,7 @@ use crate::inbox::rules::position::Position;
 use crate::message::{ContentHash, Message, MessageId};
 use crate::time::db_time::DbTime;
 
-/// Returns the connection of a transaction with its type; refused where the database is of another
-/// kind.
+/// Returns the connection of a transaction with its type; refused if that is of another database.
 pub(crate) fn of_type<C: Any>(connection: &mut (dyn Any + Send)) -> Result<&mut C, StoreError> {
     let connection = connection.downcast_mut();
     connection.ok_or_else(|| StoreError::Refused("the handler writes through another kind of database".to_owned()))
@@ -100,7 +98,7 @@ pub enum ParkAs {
         /// Short reason: `terminal`, `attempts`, `id-reused`, `no-usable-id`, `unhandled`,
         /// `too-old`, `from-the-future`, `transaction-ended`, `unstorable`.
         reason: String,
-        /// Policy `hold` (true), or `skip` and verdicts.
+        /// True under the policy `hold`. False under `skip`, and for a message that no handler got.
         holds: bool,
     },
 }
@@ -184,7 +182,7 @@ pub(crate) fn time_in_id(id: MessageId) -> Option<DbTime> {
     id.unix_millis().map(|millis| DbTime::from_millis(i64::try_from(millis).unwrap_or(i64::MAX)))
 }
 
-/// The smallest id that carries this time: every smaller v7 id carries an earlier time.
+/// The lower bound of the ids that carry this time: every smaller v7 id carries an earlier time.
 pub(crate) fn first_id_at(time: DbTime) -> MessageId {
     // A v7 id begins with its milliseconds in 48 bits.
     MessageId::from(Uuid::from_u128(u128::try_from(time.millis()).unwrap_or(0).min((1 << 48) - 1) << 80))
@@ -394,8 +392,7 @@ pub trait InboxTx: Send {
     ///
     /// # Errors
     /// The end of the transaction is not known yet: call it again. Until it succeeds the messages
-    /// must not be tried again, because inbox rows that the handler committed would make them
-    /// duplicates.
+    /// must not be tried again: inbox rows that the handler committed would make them duplicates.
     async fn undo(&mut self) -> Result<Undone, StoreError>;
 
     /// Commits.

@@ -16,8 +16,7 @@ use crate::store::Store;
 use crate::store::statements::{SqlValue, Statements, ends_transaction, names, split};
 
 /// The most bytes of values in one call of the database, if each is as long as its payload. They
-/// are held several times at once, here and on the server, and a server limits what it takes at
-/// once.
+/// are held several times at once, here and on the server, which limits what it takes in a call.
 const BYTES_MAX: usize = 4 << 20;
 
 /// The configuration of a sql handler.

@@ -80,8 +80,8 @@ impl Health {
         parts.insert(part.to_owned(), Part { state, since, beat: now, troubles });
     }
 
-    /// Sets the trouble of a part under this name, or clears it with `None`. A part whose work
-    /// continues must clear the trouble that stopped it.
+    /// Sets the trouble of a part under this name, or clears it with `None`. A part without a state
+    /// gets none. A part whose work continues must clear the trouble that stopped it.
     pub(crate) fn trouble(&self, part: &str, name: &'static str, trouble: Option<Trouble>) {
         self.trouble_of(part, name, "", trouble);
     }
@@ -97,8 +97,7 @@ impl Health {
                 if let Trouble::Stops(why) = &trouble {
                     tracing::warn!(part, name, whose = %key.1, %why, "waiting");
                 }
-                // What stops the work has stopped it since its first reason; what is shown happened
-                // anew.
+                // What stops the work has stopped it since its first reason. What is shown is new.
                 let since = match (known.troubles.get(&key), &trouble) {
                     (Some((Trouble::Stops(_), since)), Trouble::Stops(_)) => *since,
                     _ => Instant::now(),

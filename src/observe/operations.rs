@@ -152,8 +152,8 @@ pub(crate) fn forgotten(what: Forgotten, count: u64) {
 }
 
 /// Sets the gauge with the operation's mode, and sets its counters to 0 before the first request,
-/// but for those whose labels are not known before. The gauges of what is open are not set: a 0
-/// that nobody has counted would hide an alert.
+/// but for those of takeovers, refusals and errors of the store. The gauges of what is open are not
+/// set: a 0 that nobody has counted would hide an alert.
 pub(crate) fn operation_starts(operation: &str, mode: &'static str) {
     let name = || operation.to_owned();
     gauge!(IDEMPOTENCY_OPERATION, "operation" => name(), "mode" => mode).set(1.0);

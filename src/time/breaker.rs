@@ -5,8 +5,8 @@
 //! one trial, and no other attempt until that trial ended or the open time has passed again. A
 //! success closes it. It reads no clock: the caller passes the time since any fixed point.
 //!
-//! Not here: what counts as a failure, and what the caller does while it is open (`client`,
-//! `operation`).
+//! Not here: what counts as a failure, and what a caller does while it is open (`client`, and the
+//! webhooks of `operation`).
 
 use std::time::Duration;
 

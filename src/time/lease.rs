@@ -1,5 +1,5 @@
-//! Pure: no I/O, no clock. Decides whether the lease of a shard or a partition has expired, and
-//! whether a session still owns what it leased.
+//! Pure: no I/O, no clock. Decides whether the lease of a shard or of an operation's key has
+//! expired, and whether a relay session still owns its shard.
 //!
 //! Guarantees:
 //!
@@ -27,8 +27,7 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Whether another owner may take the lease: it has ended, or it ends later than now plus its
-    /// length.
+    /// Whether another owner may take the lease: it has ended, or more than its length is left.
     pub(crate) fn is_expired(self, now: DbTime) -> bool {
         self.until <= now || self.until > now.after(self.length)
     }

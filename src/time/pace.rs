@@ -42,9 +42,9 @@ impl Pace {
 /// health must beat well within the 120 s after which its process counts as stuck.
 const REST_MAX: Duration = Duration::from_secs(60);
 
-/// The pause after something that is done again and again and took so long: at least `least`, and
-/// so long that it takes a fiftieth of the time, up to a minute. After a failure it takes half of
-/// the time: perhaps the server was away, perhaps the work was too slow for a limit.
+/// The pause after one run of work that is done again and again and `took` so long: fifty times as
+/// long, so that it takes a fiftieth of the time. After a failure only as long as the run, because
+/// the server may have been away. At most a minute, but never less than `least`.
 pub(crate) fn rest_after<T, E>(end: &Result<T, E>, took: Duration, least: Duration) -> Duration {
     let times = if end.is_ok() { 50 } else { 1 };
     least.max((times * took).min(REST_MAX))

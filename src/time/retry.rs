@@ -8,10 +8,8 @@
 //! * Every wait is bounded, whatever the settings, the attempt number, or what a handler asks for.
 //! * The same arguments give the same answer: chance is an argument.
 //!
-//! Not here: storing a waiting message (`store`), transient failures, which count no attempt
-//! ([`split`]).
-//!
-//! [`split`]: crate::inbox::rules::split
+//! Not here: storing a waiting message (`store`), and transient failures (`inbox::rules::split`),
+//! which count no attempt.
 
 use std::time::Duration;
 

@@ -18,7 +18,7 @@ impl Since {
         Self { monotonic: Instant::now(), wall: SystemTime::now() }
     }
 
-    /// How much time has passed, at least.
+    /// How much time has passed, at most.
     pub(crate) fn elapsed(self) -> Duration {
         self.monotonic.elapsed().max(self.wall.elapsed().unwrap_or_default())
     }

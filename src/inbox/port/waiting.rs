@@ -63,8 +63,8 @@ impl RowLease {
 pub struct Scope {
     /// Topics that it reads.
     pub topics: Vec<String>,
-    /// The topics or queues of the broker that it reads: a queue may hold messages of other routing
-    /// keys.
+    /// The topics or queues of the broker that it reads: a queue may hold messages of other topics
+    /// than `topics`.
     pub places: Vec<String>,
     /// Kinds that a handler takes; none where one takes every kind.
     pub kinds: Option<Vec<String>>,

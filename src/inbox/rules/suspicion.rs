@@ -5,7 +5,7 @@
 //! Guarantees:
 //!
 //! * The normal path writes nothing per message: attempts are counted first only under suspicion.
-//! * A message that kills the process comes again as one of the first `max_in_flight` deliveries
+//! * A message that kills the process comes again as one of the first `in_flight_max` deliveries
 //!   that the inbox does not know, in a partition that was not closed cleanly, or with the
 //!   redelivered flag. So it is counted from its second delivery on, and it is dead after
 //!   `attempts_max` + 1 kills. One exception takes one more: see [`Suspicion::found_open`].
