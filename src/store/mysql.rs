@@ -57,9 +57,9 @@ use crate::text::hex::hex;
 #[derive(Debug, Clone)]
 pub struct MySqlStore {
     pool: BoundedPool<MySql>,
-    /// The longest lock wait of a handler's statement.
+    /// The longest lock wait of a statement in a consumer's handler.
     lock_wait: Duration,
-    /// The longest run of a handler's statement, where the server can end it.
+    /// The longest run of a statement in a consumer's handler, where the server can end it.
     statement_max: Duration,
 }
 
@@ -114,8 +114,8 @@ fn inserted(outcome: sqlx::Result<MySqlQueryResult>) -> sqlx::Result<bool> {
     }
 }
 
-/// Whether another transaction has a row locked, and the statement was not to wait: 1205 on
-/// MariaDB, 3572 on MySQL.
+/// Whether another transaction has a lock. A statement that was not to wait for it gets 1205 on
+/// MariaDB and 3572 on MySQL; one that waited as long as it may gets 1205 on both.
 fn is_locked(error: &sqlx::Error) -> bool {
     matches!(number(error), Some(1205 | 3572))
 }

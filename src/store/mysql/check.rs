@@ -1,8 +1,8 @@
 //! Checks settings of server and schema that the promises need, before a program starts and in
 //! `oncebox doctor`.
 //!
-//! Each finding is made by a function over plain values, so that servers which cannot be had in
-//! tests are covered too.
+//! Functions over plain values judge the server's version and variables, so that tests also cover
+//! servers which they cannot have.
 
 pub(super) mod positions;
 
@@ -16,7 +16,8 @@ use crate::observe::Finding;
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::schema::LOST_AT_FAILOVER;
 
-/// A packet must hold the largest message twice, because it is sent as base64 with its envelope.
+/// Above what the largest message of the default limits needs: 900,000 bytes go out as 1.2 MB of
+/// base64, with their envelope.
 const PACKET_BYTES_MIN: u64 = 4 * 1024 * 1024;
 /// Old row versions that the server has not purged yet; each costs the read of the relay a little
 /// (R11).
@@ -321,8 +322,8 @@ async fn engines(connection: &mut Bounded<MySql>) -> Result<Vec<Finding>, StoreE
     Ok(findings)
 }
 
-/// The outbox must have no triggers: its rows are insert-only, and the relay does not mark what a
-/// trigger writes.
+/// Triggers on the tables of oncebox, which has none itself: they run in the transactions of the
+/// relay and the consumers.
 async fn triggers(connection: &mut Bounded<MySql>) -> Result<Finding, StoreError> {
     let found: Vec<String> = sqlx::query_scalar(
         "select trigger_name from information_schema.triggers \

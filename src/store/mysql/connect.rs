@@ -4,7 +4,7 @@
 //! alone would continue in plain text); every connection runs READ COMMITTED, strict, in UTC, with
 //! server-side timeouts a little above the handler's (R28); a connection that returns to the pool
 //! is rolled back and set up again, so that nothing of one handler reaches the next (R23). User
-//! variables are what stays: neither server can forget them without a new connection.
+//! variables are what stays: no statement of either server forgets them.
 
 use std::str::FromStr;
 use std::time::Duration;
@@ -105,13 +105,14 @@ fn is_local(url: &url::Url) -> bool {
 /// locks, before others give up waiting for these locks; and those give up before they conclude
 /// that the server does not answer (R28).
 struct Timeouts {
-    /// How long a statement of a handler may run, where the server can end it (MariaDB). Longer
-    /// than the handler, so that the handler's own timeout comes first and is reported as such.
+    /// How long a statement in a consumer's handler may run, where the server can end it (MariaDB).
+    /// Longer than the handler, so that the handler's own timeout comes first and is reported.
     statement: Duration,
     /// How long the server waits for the next statement.
     wait: Duration,
     /// How long a statement waits for a lock.
     lock_wait: Duration,
+    /// The answer timeout, unless the options set one.
     answer: Duration,
 }
 

@@ -5,7 +5,7 @@
 //! thousand. All values in it are hexadecimal or base64, so neither the character set nor the SQL
 //! mode of the caller's connection can change a byte. The statement writes all rows or none: none
 //! where a value of `oncebox_limits` is exceeded, or an id is too far from the database's clock.
-//! Only then does a second statement find out which limit it was.
+//! Then, and before a large call, another statement finds out which limit is broken.
 //!
 //! Not here: the SQL doors (`oncebox_enqueue_p`, `oncebox_enqueue`), which are in the migrations,
 //! with the same limits.
@@ -65,14 +65,16 @@ select cast(l.name as char) as name, cast(l.value as signed) as value, cast(@@ma
        timestampdiff(microsecond, '1970-01-01 00:00:00', utc_timestamp(6)) div 1000 as millis \
   from oncebox_limits l";
 
-/// A call up to this size fits the packet of any server, so the packet limit is not read first.
+/// A call up to this size fits the packet of a server at its defaults, so the packet limit is not
+/// read first.
 const PACKET_UNASKED_MAX: i64 = 1_000_000;
 
 /// The most bytes of the columns of an e-mail.
 const UNIQUE_KEY_BYTES_MAX: usize = 255;
 const TEXT_BYTES_MAX: usize = 65_535;
 
-/// How often ids are made again with the database's time before the call fails.
+/// How often the statement runs before the call fails: again each time with ids that were made from
+/// the database's time.
 const TRIES_MAX: usize = 3;
 
 impl Enqueue for MySqlConnection {
@@ -93,8 +95,8 @@ impl Enqueue for MySqlConnection {
         // Ids are made with the clock of this host; the statement refuses them where that clock is
         // wrong.
         let mut made: Vec<Uuid> = messages.iter().map(|message| message.id.unwrap_or_else(Uuid::now_v7)).collect();
-        // A message above every default limit may not even fit into a packet, and the server closes
-        // the connection on one that is too large. So the limits are checked first.
+        // A message above the default limit of its size may not even fit into a packet, and the
+        // server closes the connection on one that is too large. So the limits are checked first.
         if largest.message > 900_000 || largest.all > PACKET_UNASKED_MAX {
             explain(self, &mut messages, largest.all).await?;
         }
@@ -237,7 +239,7 @@ struct Largest {
     header_bytes: i64,
     content_type: i64,
     message: i64,
-    /// An upper bound of the bytes of all messages as they are sent.
+    /// About how many bytes all messages have as they are sent: rather more than less.
     all: i64,
 }
 

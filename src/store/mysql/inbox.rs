@@ -84,7 +84,7 @@ impl ServerSession {
     }
 
     /// Whether this number may belong to another connection: the server is another one, or it has
-    /// been up (`up`) no longer than the time since the connection began (`begun`).
+    /// been up (`up`) no longer than the time since the transaction began (`begun`).
     fn is_of_another(&self, server: &str, up: Duration, begun: Duration) -> bool {
         self.server != server || up <= begun
     }
@@ -471,7 +471,7 @@ fn bounds_of(row: &MySqlRow) -> Result<Bounds, StoreError> {
 ///
 /// It is short: with TLS, what is longer than 16 KiB goes out in two pieces. The second one waits
 /// for the server to acknowledge the first, 40 ms on Linux, because sqlx leaves Nagle's algorithm
-/// on. So the token and the time stand once, and the keys are not in it.
+/// on. So the token and the time stand once, and the lanes are not in it.
 fn admit_statements(consumer: ConsumerId, sorted: &[InboxEntry], token: [u8; 16], savepoint: &str) -> String {
     let (consumer, token) = (consumer.0, hex(&token));
     let value = |entry: &InboxEntry| {

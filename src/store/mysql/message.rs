@@ -1,4 +1,4 @@
-//! How consumed messages are stored: headers as JSON, names as bytes.
+//! How the headers of consumed messages are stored: as JSON.
 
 use crate::error::StoreError;
 use crate::text::hex::{hex, unhex};

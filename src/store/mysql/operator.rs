@@ -27,8 +27,8 @@ select cast(t.trx_mysql_thread_id as char), coalesce(left(t.trx_query, 100), '')
 
 #[async_trait]
 impl OperatorSql for MySqlStore {
-    /// Connections that wait for a lock. The server tells what they wait for, not always who holds
-    /// it.
+    /// Connections that wait for a lock. In place of its holders, which are not asked for, stands
+    /// what the connection waits for.
     async fn waits(&self, longer_than: Duration) -> Result<Vec<LockWait>, StoreError> {
         let mut connection = self.pool.acquire().await?;
         let mut waits = Vec::new();

@@ -44,8 +44,9 @@ use crate::text::hex::hex;
 use crate::time::db_time::micros_of;
 use crate::time::lease::Fence;
 
-/// Most positions in one statement: their list is shorter than 16 KiB. With TLS a longer one goes
-/// out in two pieces, and the second one waits 40 ms for the first to be acknowledged.
+/// Most positions in one statement: their list is shorter than 16 KiB while they have at most 11
+/// digits. With TLS a longer one goes out in two pieces, and the second one waits 40 ms for the
+/// first to be acknowledged.
 const ROWS_MAX: usize = 1_300;
 
 /// How many ranges of positions a statement can name. There is one text for all numbers of ranges,
@@ -130,7 +131,7 @@ impl RelaySession for MySqlSession {
     }
 
     async fn checkpoint(&mut self, mark: Mark) -> Result<(), StoreError> {
-        // `scanned_to` is only shown here, so it need not move with every mark.
+        // The highest of them becomes `scanned_to`, which is only shown here.
         let proven: Vec<i64> = match mark.through {
             Some(through) => self.window.range(..=through).flat_map(|(_, positions)| positions).copied().collect(),
             None => Vec::new(),

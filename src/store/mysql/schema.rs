@@ -139,8 +139,8 @@ async fn apply(connection: &mut Bounded<MySql>) -> Result<Vec<i64>, StoreError> 
     Ok(missing)
 }
 
-/// Splits a file as the `mysql` client does: at a delimiter at the end of a line. A line `delimiter
-/// X` changes the delimiter.
+/// Splits a file at each delimiter that ends a line. A line `delimiter X` changes the delimiter, as
+/// in the `mysql` client.
 fn statements(sql: &str) -> Vec<String> {
     let (mut found, mut current, mut delimiter) = (Vec::new(), String::new(), ";".to_owned());
     for line in sql.lines() {

@@ -81,7 +81,7 @@ impl Session for Bounded<MySql> {
     }
 }
 
-/// Runs statements on the connection of a handler, which bounds their time itself.
+/// Runs statements on the connection of a handler. The caller bounds their time.
 #[cfg(feature = "operations")]
 impl Session for sqlx::MySqlConnection {
     fn rows(&mut self, statement: Statement) -> BoxFuture<'_, Result<Rows, StoreError>> {

@@ -3,19 +3,20 @@
 //! Values keep their digits. The server does not know the type of a parameter, and treats text in
 //! arithmetic as a float. So a whole number of up to 64 bits is bound as an integer, signed or
 //! unsigned, and any other number as its digits, cast to a DECIMAL of exactly that scale; one with
-//! more digits than a DECIMAL has is bound as text. A time is bound as a time,
-//! because no column accepts its form in a payload.
+//! more digits than a DECIMAL has is bound as text. A time is bound as a time, because no column
+//! accepts the form that it has in a payload.
 //!
 //! For several messages their statements stand one after another in a block, which MariaDB runs in
 //! one round trip with the parameters of all of them. The text of the block is a parameter too, of
 //! a statement that stays prepared: so the server reads the block anew each time, and sees a view
 //! or a table as it is now. A block that is prepared and closed each time would wait 40 ms for an
-//! acknowledgement, because sqlx leaves Nagle's algorithm on. It runs under the `sql_mode` that the
-//! connection had when the first set of this size came. MySQL has no such block.
+//! acknowledgement, because sqlx leaves Nagle's algorithm on. A block runs under the `sql_mode`
+//! that its connection had when it first ran a block of this size. MySQL has no such block.
 //!
 //! A table without transactions that a statement names is refused when the handler is prepared: its
 //! row would stay when the inbox row is rolled back, and be written again at the redelivery. What
-//! stands behind a view or a trigger is not looked at.
+//! stands behind a view or a trigger is not looked at, nor a table with a sign such as `-` in its
+//! quoted name.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -52,7 +53,8 @@ const BLOCK_BYTES: usize = 15 << 10;
 /// What a spare parameter takes: its place in the text, its type, and its bit among the nulls.
 const SPARE_BYTES: usize = 5;
 
-/// Errors that end a statement for its time, which is that of all messages in a block.
+/// Errors of a statement that was interrupted or ran too long. In a block they tell of no message,
+/// because the time is that of all its messages.
 const OUT_OF_TIME: [u16; 3] = [1317, 1969, 3024];
 
 /// The statements of a handler as they stand in a block.
@@ -193,7 +195,7 @@ fn of_block(pieces: &[Piece]) -> Vec<Piece> {
 }
 
 /// A block that runs the statements for these messages, and notes in a variable of the session
-/// which message it is at. It takes so many spare parameters, at least one.
+/// which message it is at. It takes `spare` parameters more, at least one, and ignores them.
 fn block(statements: &[Vec<Piece>], messages: &[BTreeMap<String, SqlValue>], spare: usize) -> String {
     let mut block = "begin not atomic\n".to_owned();
     for (message, values) in messages.iter().enumerate() {
@@ -265,7 +267,8 @@ fn corrupt(error: &BoxDynError) -> StoreError {
     StoreError::Corrupt(error.to_string())
 }
 
-/// How many bytes a value takes in a packet at most: its type, its length and itself.
+/// How many bytes a value takes in a packet: its type, its length and itself. It is a bound for all
+/// but numbers with an exponent, whose digits are written out.
 fn bytes_of(value: Option<&SqlValue>) -> usize {
     match value {
         Some(SqlValue::Number(text)) => 4 + text.len().max(8),
@@ -276,8 +279,8 @@ fn bytes_of(value: Option<&SqlValue>) -> usize {
     }
 }
 
-/// Takes each word of the statement for a possible table name. So a table named only inside a
-/// string literal is refused too.
+/// Takes each word of the statement for a possible table name, in any database that this account
+/// sees. So a table named only inside a string literal is refused too.
 async fn refuse_tables_without_transactions(
     connection: &mut Bounded<MySql>,
     statement: &str,
