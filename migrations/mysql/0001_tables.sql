@@ -73,7 +73,7 @@ create table if not exists oncebox_outbox_dead (
   reason       mediumtext character set utf8mb4 collate utf8mb4_bin null comment 'what the broker said; null behind another row',
   holds        boolean          not null comment 'later rows of its key are held behind it (policy hold)',
   attempts     int unsigned     not null comment 'how often it was diverted: once, and again after each release that was refused',
-  history      mediumtext character set utf8mb4 collate utf8mb4_bin not null comment 'JSON array of {at, attempt, error}, oldest first, the last 20',
+  history      mediumtext character set utf8mb4 collate utf8mb4_bin not null comment 'JSON array of {at, attempt, error}, oldest first, the last 50',
   diverted_at  datetime(6)      not null comment 'when it came here, or its state last changed, UTC',
   requested    varchar(16) character set ascii collate ascii_bin null comment 'redrive or discard, as an operator asked; only the owner of the shard acts on it',
   requested_at datetime(6)      null     comment 'when, UTC',

@@ -119,7 +119,7 @@ pub struct Parked {
 /// The result of the check before COMMIT (R23).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Proof {
-    /// The same transaction, all our inbox rows in it.
+    /// The same transaction; on PostgreSQL with all our inbox rows in it.
     Same,
     /// A statement failed and the handler swallowed it: the transaction is aborted. Treated as the
     /// handler's failure.

@@ -243,6 +243,8 @@ async fn r23_r28_nothing_of_a_handlers_session_reaches_the_next_handler() {
         "create temporary table ledger (n int)",
         "use information_schema",
         "set session foreign_key_checks = 0, unique_checks = 0, sql_select_limit = 1, sql_safe_updates = 1",
+        "set session div_precision_increment = 9, lc_time_names = 'de_DE', default_week_format = 3, \
+         auto_increment_increment = 7, auto_increment_offset = 3",
         "set names latin1",
         "set role none",
         "do get_lock('of a handler', 0)",
@@ -250,7 +252,8 @@ async fn r23_r28_nothing_of_a_handlers_session_reaches_the_next_handler() {
         "set session transaction read only",
     ];
     let state = "select concat_ws(' ', database(), @@foreign_key_checks, @@unique_checks, @@sql_select_limit, \
-         @@sql_safe_updates, @@character_set_client, @@collation_connection, current_role(), \
+         @@sql_safe_updates, @@div_precision_increment, @@lc_time_names, @@default_week_format, \
+         @@auto_increment_increment, @@auto_increment_offset, @@character_set_client, @@collation_connection, current_role(), \
          is_used_lock('of a handler'))";
     let read = async |tx: &mut dyn InboxTx| -> String {
         let connection: &mut MySqlConnection = tx.connection().unwrap();

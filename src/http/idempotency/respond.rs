@@ -112,7 +112,7 @@ pub fn problem_response(problem: &Problem) -> Response {
     match code {
         Code::KeyRequired | Code::KeyInvalid => put(header::LINK, format!("<{}>; rel=\"describedby\"", urn(code))),
         // This is the outcome of the first request, without its body.
-        Code::ResultNotRetained => put(REPLAYED, "true".to_owned()),
+        Code::ResultNotRetained if problem.key_state == KeyState::Spent => put(REPLAYED, "true".to_owned()),
         Code::Unauthenticated => put(header::WWW_AUTHENTICATE, "Bearer".to_owned()),
         _ => {}
     }
@@ -139,7 +139,7 @@ fn title(code: Code) -> &'static str {
         Code::RecoveryPending => "What happened is being found out",
         Code::OutcomeUnknown => "It is not known what happened",
         Code::KeyExpired => "The Idempotency-Key has expired",
-        Code::ResultNotRetained => "It happened, and its answer is not kept",
+        Code::ResultNotRetained => "The answer of the first request is not kept",
         Code::CommitUnknown => "The outcome is not known yet: send the same request again",
         Code::ResultNotStored => "The outcome could not be stored yet: send the same request again",
         Code::TransactionEnded => "The operation broke its transaction",

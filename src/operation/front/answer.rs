@@ -147,6 +147,8 @@ impl Front {
     fn not_retained(&self, record: &Record) -> Answered {
         self.note(Noted::Replayed("tombstone"));
         let mut problem = Problem::new(Code::ResultNotRetained);
+        let how = if record.state == State::Completed { "succeeded" } else { "failed, and is not run again" };
+        problem.detail = Some(format!("the operation {how}"));
         problem.operation_id = Some(record.operation_id);
         problem.resource = resource_of(record).cloned();
         problem.location = problem.resource.as_ref().and_then(|resource| resource.location.clone());
@@ -168,6 +170,10 @@ impl Front {
         match decision {
             Decision::Mismatch | Decision::PrincipalMismatch => problem.status = route.mismatch.status(),
             Decision::KeyInvalid => problem.detail = self.what_is_wrong(),
+            Decision::FingerprintTooOld => {
+                problem.detail =
+                    Some("the record is too old to be compared with this request: its outcome is not said".to_owned());
+            }
             Decision::KeyFromTheFuture => {
                 problem.detail =
                     Some("the time in the key is ahead of the server's: check the clock of the client".to_owned());

@@ -145,7 +145,8 @@ pub(crate) enum Gap {
     /// The effect happened differently from what we asked, or the evidence contradicts itself
     /// (`provider-mismatch`).
     Mismatch,
-    /// An operator accepted a duplicate of a send, and the duplicate was refused.
+    /// An operator accepted a duplicate of a send, and the duplicate was refused, or a query says
+    /// that the effect was.
     DuplicateRefused,
     /// The attempts are used up (O9). UNKNOWN stays UNKNOWN.
     Attempts,
@@ -173,7 +174,7 @@ impl KeyWindow {
 }
 
 impl Evidence {
-    /// Makes the summary of the evidence rows of an effect.
+    /// Makes the summary of the evidence rows of an effect, oldest first.
     #[must_use]
     pub fn of(rows: impl IntoIterator<Item = Proof>) -> Self {
         let mut evidence = Self::default();
@@ -188,7 +189,11 @@ impl Evidence {
                 Verdict::Refused => evidence.refused.extend(send),
                 Verdict::Mismatch => evidence.mismatch = true,
                 Verdict::NotSent => evidence.not_sent.extend(send),
-                Verdict::Waived => evidence.waived.extend(send),
+                // What was asked before says nothing of the send that was allowed.
+                Verdict::Waived => {
+                    evidence.waived.extend(send);
+                    (evidence.failed, evidence.not_found) = (false, false);
+                }
                 Verdict::Wait(pause) => evidence.pauses.extend([at.after(pause)]),
                 Verdict::NotFound => evidence.not_found = true,
                 Verdict::StoredError => evidence.stored_errors.extend(send),
@@ -272,7 +277,7 @@ impl Strategy {
         if evidence.is_free(sends) {
             return Step::Send;
         }
-        if evidence.is_waived() && !evidence.refused.is_subset(&evidence.waived) {
+        if evidence.is_waived() && (evidence.failed || !evidence.refused.is_subset(&evidence.waived)) {
             return Step::Operator(Gap::DuplicateRefused);
         }
         let is_open = |window: KeyWindow| sends.first_sent_at.is_some_and(|first| window.is_open(first, now));

@@ -84,6 +84,10 @@ pub fn after_attempt(seen: Seen, doubt: bool) -> Next {
         // A server that only follows the draft of the header says by this status alone that the
         // request runs: the attempt in doubt may be the one that it means.
         Seen::Answer { status: 409, code: None, key_state: None } if doubt => Next::Again { doubt },
+        // A newer server, which says this by a code that is not known here.
+        Seen::Answer { code: None, key_state: Some(KeyState::InProgress | KeyState::Unknown), .. } => {
+            Next::Again { doubt: true }
+        }
         Seen::Answer { status, code, .. } => match says(status, code) {
             Says::Wait { ran_nothing } => Next::Again { doubt: doubt || !ran_nothing },
             Says::Nobody => Next::Unknown,

@@ -93,7 +93,7 @@ impl Variables {
     }
 
     fn is_on(&self, name: &str) -> bool {
-        self.get(name).is_some_and(|value| matches!(value, "ON" | "1"))
+        self.get(name).is_some_and(|value| !matches!(value, "OFF" | "0"))
     }
 }
 
@@ -175,7 +175,10 @@ fn replicas(global: &Variables, readers: i64) -> Finding {
         return Finding::ok("replicas", "semi-synchronous");
     }
     if readers == 0 {
-        return Finding::ok("replicas", "none is connected");
+        return Finding::ok(
+            "replicas",
+            "none that this account sees is connected (with the right PROCESS it sees all)",
+        );
     }
     Finding::warning(
         "replicas",

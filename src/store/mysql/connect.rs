@@ -159,7 +159,9 @@ fn reset(options: &MySqlConnectOptions) -> String {
     format!(
         "use `{database}`; set names {charset}{collation}; \
          set session foreign_key_checks = default, unique_checks = default, sql_select_limit = default, \
-         sql_safe_updates = default, sql_big_selects = default, group_concat_max_len = default, timestamp = default; \
+         sql_safe_updates = default, sql_big_selects = default, group_concat_max_len = default, timestamp = default, \
+         div_precision_increment = default, default_week_format = default, lc_time_names = default, \
+         auto_increment_increment = default, auto_increment_offset = default; \
          set session transaction read write; \
          /*M! execute immediate concat('set role ', ifnull(concat('`', replace(@oncebox_role, '`', '``'), '`'), 'none')) */ \
          /*!80000 do 0 */; \

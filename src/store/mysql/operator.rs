@@ -13,35 +13,34 @@ use crate::store::sql::operator::OperatorSql;
 
 /// Waits for a table. Every account sees those of its own connections.
 const TABLE_WAITS: &str = "\
-select cast(id as char), coalesce(left(info, 100), ''), cast(time as double), cast(state as char) \
+select cast(id as char), coalesce(left(info, 100), ''), cast(time as double) \
   from information_schema.processlist \
  where db = database() and state like 'Waiting for%lock%' and time >= ? order by time desc limit 20";
 
-/// Waits for a row. Only accounts with the right PROCESS see them.
+/// Waits for a row. Only accounts with the right PROCESS see them. InnoDB gives their times in the
+/// time zone of the server's system.
 const ROW_WAITS: &str = "\
 select cast(t.trx_mysql_thread_id as char), coalesce(left(t.trx_query, 100), ''), \
-       cast(timestampdiff(second, t.trx_wait_started, now()) as double), 'waits for a row' \
+       cast(timestampdiff(second, convert_tz(t.trx_wait_started, 'SYSTEM', '+00:00'), now()) as double) as waited \
   from information_schema.innodb_trx t join information_schema.processlist p on p.id = t.trx_mysql_thread_id \
- where t.trx_state = 'LOCK WAIT' and p.db = database() and timestampdiff(second, t.trx_wait_started, now()) >= ? \
- order by t.trx_wait_started limit 20";
+ where t.trx_state = 'LOCK WAIT' and p.db = database() having waited >= ? order by waited desc limit 20";
 
 #[async_trait]
 impl OperatorSql for MySqlStore {
-    /// Connections that wait for a lock. In place of its holders, which are not asked for, stands
-    /// what the connection waits for.
+    /// Connections that wait for a lock. Who holds it is not asked for.
     async fn waits(&self, longer_than: Duration) -> Result<Vec<LockWait>, StoreError> {
         let mut connection = self.pool.acquire().await?;
         let mut waits = Vec::new();
         for sql in [TABLE_WAITS, ROW_WAITS] {
-            let waiting: Vec<(String, String, f64, String)> =
+            let waiting: Vec<(String, String, f64)> =
                 match sqlx::query_as(sql).bind(longer_than.as_secs()).all(&mut connection).await {
                     Ok(waiting) => waiting,
                     // Most accounts do not have this right: then no row waits are listed.
                     Err(sqlx::Error::Database(_)) if sql == ROW_WAITS => Vec::new(),
                     Err(error) => return Err(error.into()),
                 };
-            for (connection, statement, seconds, holder) in waiting {
-                waits.push(LockWait { connection, statement, seconds, holders: vec![holder] });
+            for (connection, statement, seconds) in waiting {
+                waits.push(LockWait { connection, statement, seconds, holders: Vec::new() });
             }
         }
         Ok(waits)

@@ -291,7 +291,7 @@ async fn refuse_tables_without_transactions(
         .collect();
     let mut find = QueryBuilder::new(concat!(
         "select concat(table_schema, '.', table_name), engine from information_schema.tables \
-              where table_schema not in ('mysql', 'sys') and ",
+              where table_schema not in ('mysql', 'sys', 'performance_schema') and ",
         without_transactions!(),
         " and table_name in ("
     ));
@@ -304,8 +304,8 @@ async fn refuse_tables_without_transactions(
     match found {
         None => Ok(()),
         Some((table, engine)) => Err(StoreError::Refused(format!(
-            "the table {table} stands in {engine}, which has no transactions: what is written there is not undone with the \
-             inbox row, and would come twice; run `alter table {table} engine = InnoDB`"
+            "a word of the statement is the name of a table: the table {table} stands in {engine}, which has no transactions: what \
+             is written there is not undone with the inbox row, and would come twice; run `alter table {table} engine = InnoDB`"
         ))),
     }
 }

@@ -17,7 +17,7 @@ use crate::operation::port::Fenced;
 use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::phases::{StoredIntent, StoredOperation, unstored};
 use crate::operation::rules::flow::Stage;
-use crate::operation::rules::provider::{Answer, KeyWindow, QueryAnswer, Settled, Verdict};
+use crate::operation::rules::provider::{Answer, KeyWindow, QueryAnswer, Settled, Strategy, Verdict};
 use crate::text::panic::panic_text;
 use crate::time::pace::Pace;
 
@@ -127,12 +127,21 @@ impl Driver {
         let sent = called(effect, async || effect.provider.send(&call).await).await;
         let sent = sent.unwrap_or_else(|why| Sent { answer: Answer::NoAnswer, saw: why.text().into_bytes() });
         self.reached |= sent.answer.counts();
-        if is_vain(sent.answer.verdict()) {
+        let verdict = match sent.answer.verdict() {
+            // Without a key, the refusal of one send says nothing of another.
+            Verdict::Failed if effect.strategy == Strategy::Repeatable => Verdict::Refused,
+            verdict => verdict,
+        };
+        if is_vain(verdict) {
             self.vain += 1;
         }
         self.unmade |= sent.answer == Answer::NotMade;
-        if sent.answer.verdict() != Verdict::NotSent || !self.taken_back(effect, number, &sent.saw).await {
-            self.keep_answer(effect, number, &sent).await?;
+        if verdict != Verdict::NotSent || !self.taken_back(effect, number, &sent.saw).await {
+            let (by, status) = match sent.answer {
+                Answer::Status { status, .. } => (By::Answer, Some(status)),
+                Answer::NotConnected | Answer::NotMade | Answer::NoAnswer => (By::Error, None),
+            };
+            self.keep(effect, number, (by, verdict, status, &sent.saw)).await?;
         }
         Ok(Next::Again)
     }
@@ -152,7 +161,7 @@ impl Driver {
         if self.taken_back(effect, number, &saw).await {
             return Ok(());
         }
-        self.keep_answer(effect, number, &Sent { answer: Answer::NotConnected, saw }).await
+        self.keep(effect, number, (By::Error, Verdict::NotSent, None, &saw)).await
     }
 
     /// Tries to take the beginning of a send back. Returns true if no evidence is to be stored: the
@@ -229,14 +238,6 @@ impl Driver {
             self.hold.renew().await;
         }
         timeout <= self.hold.left()
-    }
-
-    async fn keep_answer(&mut self, effect: &Declared, number: u32, sent: &Sent) -> Result<(), StoreError> {
-        let (by, status) = match sent.answer {
-            Answer::Status { status, .. } => (By::Answer, Some(status)),
-            Answer::NotConnected | Answer::NotMade | Answer::NoAnswer => (By::Error, None),
-        };
-        self.keep(effect, number, (by, sent.answer.verdict(), status, &sent.saw)).await
     }
 
     /// Appends an observation, whether the lease is held or lost, and logs an error if it

@@ -81,6 +81,7 @@ struct World {
     known: Option<Known>,
     charges: u32,
     declines: bool,
+    declined: bool,
     stores_errors: bool,
     sends: Sends,
     /// Evidence. A row with a later time was received and is not written yet.
@@ -133,6 +134,7 @@ impl World {
             _ => {}
         }
         let status = if self.declines {
+            self.declined = true;
             402
         } else {
             self.charges += 1;
@@ -236,6 +238,7 @@ impl World {
             0..20 => QueryAnswer::Failed,
             _ if !self.has_query() => QueryAnswer::Failed,
             _ if self.charges > 0 => QueryAnswer::Done(Matches::ALL),
+            _ if self.declined => QueryAnswer::Refused,
             _ => QueryAnswer::NotFound,
         };
         self.write(None, answer.verdict(), self.now);
@@ -286,9 +289,22 @@ fn histories(kind: Kind, caller: Caller) -> Count {
         let (declines, stores_errors) = (rng.u32(0..5) == 0, rng.bool());
         let (flights, rows, known, sends) = (Vec::new(), Vec::new(), None, Sends::default());
         let (now, charges) = (1_000, 0);
-        let accepted = false;
-        let mut world =
-            World { rng, kind, caller, now, flights, known, charges, declines, stores_errors, sends, rows, accepted };
+        let (declined, accepted) = (false, false);
+        let mut world = World {
+            rng,
+            kind,
+            caller,
+            now,
+            flights,
+            known,
+            charges,
+            declines,
+            declined,
+            stores_errors,
+            sends,
+            rows,
+            accepted,
+        };
         let settled = world.run();
         // All requests under way arrive.
         world.advance(i64::MAX);
