@@ -108,8 +108,8 @@ pub(super) struct GrowthArgs {
     #[command(flatten)]
     bench: BenchArgs,
     /// Pending rows at most: of 10,000, 100,000, 1,000,000 and 5,000,000 those up to here are
-    /// measured, and beside as many held rows, at most 200,000. A million takes about half a
-    /// minute to enqueue, and a gigabyte of disk
+    /// measured. Held rows are as many, at most 200,000. A million takes about half a minute to
+    /// enqueue, and a gigabyte of disk
     #[arg(long, default_value_t = 1_000_000, value_parser = clap::value_parser!(u64).range(0..=5_000_000))]
     pending: u64,
     /// Ids in the inbox at most: of 1,000,000 and 5,000,000 those up to here are measured

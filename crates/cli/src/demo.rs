@@ -32,7 +32,7 @@ pub(super) struct DemoArgs {
     /// How often a process is killed with SIGKILL
     #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u32).range(0..=1_000))]
     kills: u32,
-    /// How many percent of the messages are put into the broker a second time
+    /// How many messages are put into the broker again, in percent of all
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(0..=1_000))]
     duplicates: u32,
     /// Where files go; a directory of its own below the system's temporary one by default

@@ -14,7 +14,7 @@ use oncebox::app::config::Settings;
 use oncebox::app::{AppError, open_broker, open_store_with, say};
 use oncebox::broker::Subscription;
 
-/// How long a client waits to fill a batch, as a careful user sets it.
+/// How long Kafka's bare client waits to fill a batch. Those of other brokers have no such wait.
 pub(super) const LINGER: Duration = Duration::from_millis(5);
 
 /// A place, and the database that was made in it.
@@ -23,7 +23,7 @@ pub(super) struct Bed<S: Yard> {
     pub(super) store: S,
     pub(super) broker: AnyBroker,
     pub(super) settings: Settings,
-    /// With the settings as they were given, with the URL of the server.
+    /// Its settings name the database that the user named, not the one that was made.
     place: Place,
     own: OwnDatabase,
     /// The second database, from the moment at which it may exist.
@@ -65,8 +65,8 @@ impl<S: Yard> Bed<S> {
         connect(&self.settings).await
     }
 
-    /// Makes a second, empty database with the same tables. The caller drops it, or [`Bed::clear`]
-    /// does.
+    /// Makes a second, empty database with the tables of oncebox only. The caller drops it, or
+    /// [`Bed::clear`] does.
     pub(super) async fn beside(&mut self) -> Result<(S, OwnDatabase), AppError> {
         // SQLite keeps the file of one that was dropped, so each has a name of its own.
         self.seconds_made += 1;
@@ -124,7 +124,7 @@ impl<S: Yard> Bed<S> {
         write_config(&self.settings, &self.place.dir)
     }
 
-    /// Removes everything, and reports what cannot be removed.
+    /// Removes what can be removed. Returns the first error of what cannot.
     pub(super) async fn clear(self) -> Result<(), AppError> {
         let topics = self.broker.remove(&self.made).await;
         self.store.close().await;

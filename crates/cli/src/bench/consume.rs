@@ -3,8 +3,8 @@
 //! A side is one way to consume: by hand (`by_hand`), or the consumer of oncebox with one of its
 //! handlers. All sides read the same topic, under different names, and update the same table. The
 //! clock of a side runs from its first delivery to its last acknowledgement, so that none pays for
-//! joining a group. The benchmark fails unless each message had one effect for each side that was
-//! counted; the loop by hand is not counted.
+//! joining a group. The benchmark fails unless the sides together had as many effects as they had
+//! messages; the loop by hand is not counted.
 
 mod by_hand;
 

@@ -1,7 +1,8 @@
 //! Growth: what relay and consumer reach while much is stored.
 //!
-//! The store with much and the store with little are two databases on one server, and take turns.
-//! Beside a relay the gauges of `/metrics` are read, as the program `publisher` reads them.
+//! The store with much and the store with little are two databases on one server, and take turns;
+//! many keys and few are measured in one. Beside a relay the gauges of `/metrics` are read, as the
+//! program `publisher` reads them.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -34,11 +35,11 @@ const PENDING: [(usize, &str); 4] = [
     (1_000_000, "growth.relay.1m"),
     (5_000_000, "growth.relay.5m"),
 ];
-/// What each of them is beside: this many rows are pending.
+/// What each of them is beside: this many rows are pending, or `--messages` where that is more.
 const USUAL: usize = 100_000;
 /// Inbox rows beside which a consumer is measured. Numbers beyond `--stored` are left out.
 const STORED: [(u64, &str); 2] = [(1_000_000, "growth.consume.1m"), (5_000_000, "growth.consume.5m")];
-/// Held rows, where `--pending` is not less.
+/// Held rows at most; `--pending` where that is less.
 const HELD: usize = 200_000;
 /// More than are held: otherwise the relay would stop reading.
 const HELD_MAX: usize = 2 * HELD;
@@ -49,7 +50,7 @@ const LANES: usize = 4;
 /// How long a relay may prove nothing.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Measures beside at most so many rows that are pending, and so many `stored` ids in the inbox.
+/// Measures beside up to `most` pending rows, and up to `stored` ids in the inbox.
 pub(super) async fn measure<S: Yard>(
     bed: &mut Bed<S>,
     load: Load,

@@ -1,6 +1,7 @@
 //! Claims beside many stored keys, and beside their purge.
 //!
-//! Two databases that differ only in their number of keys take turns.
+//! Two databases take turns: one has a fifth of the keys of the other, which also has what the
+//! measurements before left in it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,9 +1,9 @@
-//! From the return of COMMIT to the broker's proof, and to the effect's own commit, at a steady
-//! rate.
+//! From the return of COMMIT to the broker's proof, and to the acknowledgement that follows the
+//! effect's own commit, at a steady rate.
 //!
 //! Writer, relay and consumer share this process, so the writer's hint reaches the relay.
-//! `latency.announced` is the same where the hint comes from another process, through the database;
-//! `latency.polled` is without any, as from a program that only writes rows.
+//! `latency.announced` is the same where the hint comes through the database, as from another
+//! process; `latency.polled` is without any, as from a program that only writes rows.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! A transactional operation and the layer through HTTP, beside the same handler without them: one
-//! process, loopback, connections that stay open. A second baseline is the least that a key costs
-//! when it is written by hand: a row of two columns is inserted and answered, but never compared,
-//! checked or purged.
+//! process, loopback, connections that stay open. `http.by_hand` is, beside the same handler, the
+//! least that a key costs when it is written by hand: a row of two columns is inserted and
+//! answered, but never compared, checked or purged.
 
 use std::sync::Arc;
 

@@ -15,8 +15,8 @@ fn json_list<T: serde::Serialize>(all: &[T]) -> String {
 
 /// Statements that every database has in its own dialect.
 ///
-/// `$read` is the list of columns, `$table` the outbox; `$row` turns a row into position and
-/// message.
+/// `$read` and `$unmarked` select rows of the outbox and of its copy; `$row` turns such a row into
+/// position and message. `$id` and `$list` turn an id and a list into what is bound.
 macro_rules! plain_sql {
     (business: $business:literal, append: $append:literal, all: $all:literal, effects: $effects:literal, payment: $payment:literal, standing: $standing:literal, open: $open:literal, debit: $debit:literal, inbox: $inbox:literal, ids: $ids:literal, forget: $forget:literal, claim: $claim:literal, answer: $answer:literal, mark: $mark:literal, read: $read:expr, unmarked: $unmarked:expr, row: $row:path, id: $id:expr, list: $list:expr) => {
         async fn read_plainly(&self, after: i64) -> Result<Vec<(i64, OutgoingMessage)>, StoreError> {

@@ -1,4 +1,4 @@
-//! What a process used: CPU time of this one, memory of another.
+//! What a process used: CPU time of this one, memory of any.
 
 use std::time::Duration;
 

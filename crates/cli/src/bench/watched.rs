@@ -1,8 +1,9 @@
-//! A broker with a stopwatch: it notes when the first message was sent and when the last was
-//! proven. It changes nothing, but it can keep the messages of one topic back.
+//! A broker with a stopwatch: it notes when the first session was open and the last message proven,
+//! and when the first message was delivered and the last acknowledged. It can keep the messages of
+//! one topic back.
 //!
-//! Promise: it times the adapter that the programs use. A note costs one reading of the clock for
-//! each call, not for each message.
+//! Promise: it times the adapter that the programs use. A note costs one reading of the time and
+//! the CPU time for each call; for each message only `Watched::each` notes anything.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};

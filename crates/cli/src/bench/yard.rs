@@ -38,7 +38,7 @@ pub(super) trait Yard: Ground {
     /// thousand.
     fn read_plainly(&self, after: i64) -> impl Future<Output = Result<Vec<(i64, OutgoingMessage)>, StoreError>> + Send;
 
-    /// Copies the first rows of the outbox into a table with a status column.
+    /// Copies the last rows of the outbox into a table with a status column.
     fn copy_with_status(&self, rows: usize) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// The first hundred rows of the copied table that are not marked.
@@ -63,7 +63,7 @@ pub(super) trait Yard: Ground {
 
     /// A payment, by the four statements of `POST /payments` of the example service: insert its
     /// row, unless its reference exists; read that row; insert the account, unless it exists; debit
-    /// it, where it has enough (O14).
+    /// it, where it has enough.
     fn pay(
         connection: &mut Connection<Self>,
         id: uuid::Uuid,

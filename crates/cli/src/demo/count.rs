@@ -19,6 +19,7 @@ pub(super) struct Verdict {
     email_files: u64,
     payments_minor: i64,
     ledger_minor: i64,
+    /// Twice the broker's records, for two consumers. What it delivers again is not counted.
     deliveries: u64,
     duplicates_suppressed: u64,
     kills: u32,
@@ -168,7 +169,7 @@ pub(super) async fn payments<S: Tables>(store: &S, stage: &Stage) -> Result<Vec<
     Ok(rows.into_iter().map(row).collect())
 }
 
-/// Counts how often a number of an account does not follow the one before it.
+/// Counts how often a number of an account is not greater than the one before it.
 fn inversions(of: impl Iterator<Item = (String, i64)>) -> u64 {
     let mut last: BTreeMap<String, i64> = BTreeMap::new();
     let mut inversions = 0;
@@ -182,7 +183,8 @@ fn inversions(of: impl Iterator<Item = (String, i64)>) -> u64 {
 fn email_files(stage: &Stage) -> Result<u64, AppError> {
     let directory = &stage.settings.email.directory;
     let failed = |error: std::io::Error| AppError::failed(format!("{}: {error}", directory.display()));
-    // Other programs may send e-mails from the same database: only receipts of this demo count.
+    // A directory that the user named may have e-mails of an earlier demo: only receipts of this
+    // one count.
     let subject = format!("Subject: Receipt {}", stage.names.receipt(""));
     let mut files = 0;
     for entry in std::fs::read_dir(directory).map_err(failed)? {

@@ -156,7 +156,7 @@ impl<S: Tables> Show<'_, S> {
         entries * u64::from(self.args.duplicates) / 100
     }
 
-    /// Publishes handled messages a second time, with the same ids and bytes.
+    /// Publishes once more what the ledger has handled, with the same ids and bytes.
     async fn repeat_some(&mut self, entries: u64) -> Result<(), AppError> {
         let due = self.to_repeat(entries.min(self.args.messages)).saturating_sub(self.repeated);
         if due == 0 || (due < 20 && entries < self.args.messages) {

@@ -55,7 +55,8 @@ impl Names {
 }
 
 impl Stage {
-    /// Makes the directory and the database. Where it fails, it leaves neither behind.
+    /// Makes the directory and the database. Where it fails, it leaves neither behind, but for a
+    /// directory that the user named.
     pub(super) async fn set<S: Ground>(place: Place) -> Result<Self, AppError> {
         let made = OwnDatabase::make::<S>(&place, format!("oncebox_demo_{}", place.tag)).await;
         let database = made.inspect_err(|_| _ = place.remove())?;

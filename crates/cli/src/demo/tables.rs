@@ -6,7 +6,8 @@ use crate::ground::Ground;
 use oncebox::StoreError;
 use oncebox::store::Base;
 
-/// A row of payments or ledger: payment, a second text, account, number, amount.
+/// A row of payments or ledger: payment, message id (of the ledger the payment again), account,
+/// number, amount.
 pub(super) type MoneyRow = (String, String, String, i64, i64);
 
 /// What a store must do for the tables of the demo.

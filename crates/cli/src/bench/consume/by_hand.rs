@@ -20,7 +20,7 @@ const BATCH_MAX: usize = 100;
 
 /// Where a delivery came from.
 type Place = (PartitionId, i64);
-/// A message on its way to a worker: its id, and its account.
+/// A message on its way to a worker: where it came from, its id and its account.
 type Note = (Place, (Uuid, i64));
 
 fn note(delivery: Delivery) -> Result<Note, AppError> {

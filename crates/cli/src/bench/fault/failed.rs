@@ -20,7 +20,7 @@ use oncebox::error::HandlerError;
 use oncebox::message::Message;
 use oncebox::{ConsumerOptions, HandlerTx, MessageHandler};
 
-/// The most messages behind the failed one: the database counts at most twice that.
+/// The most messages of the key, with the failed one. The status counts no more than twice that.
 const BEHIND_MAX: usize = 5_000;
 /// The time between two tries of the failed message.
 const RETRY: Duration = Duration::from_millis(500);

@@ -28,7 +28,7 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Fig
 }
 
 /// Effects per second of the first third of the messages. The keys of the frozen process wait: up
-/// to a batch of each of its lanes, which may be half of all messages where there are 1,000 keys.
+/// to a batch of each of its lanes. Of 1,000 keys these may be half.
 async fn survivor<S: Yard>(bed: &Bed<S>, name: &str, topic: &str, messages: usize) -> Result<f64, AppError> {
     let before = bed.store.effects().await?;
     Ok(drain(bed, name, topic, before + messages / 3).await?.rate(before))

@@ -29,12 +29,12 @@ use oncebox::{HandlerTx, Handlers, MessageHandler};
 const HALTED: &str = "halted";
 /// How long the process may take until it prints that.
 const HALT_MAX: Duration = Duration::from_secs(120);
-/// After this many seconds the broker gives the partitions to another consumer. Kafka allows no
-/// less by itself.
+/// After a silence of this length Kafka gives the partitions to another consumer. By default its
+/// servers allow no less.
 const SESSION: Duration = Duration::from_secs(6);
 
-/// A process of the benchmark: it handles messages; from one on it leaves its transactions open,
-/// and says so.
+/// A process of the benchmark: it handles messages; from a given number on it leaves its
+/// transactions open, and says so.
 #[derive(Debug, Clone, Args)]
 pub(crate) struct PeerArgs {
     /// The name that the consumer has in inbox and broker

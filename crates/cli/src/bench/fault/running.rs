@@ -21,7 +21,7 @@ use oncebox::{Consumer, ConsumerOptions, Handlers, MessageHandler};
 const DELIVERY_MAX: Duration = Duration::from_secs(180);
 /// How long effects are watched at most. Later effects do not count in the rate.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// The rate at a moment is that of the time before it, of this length.
+/// The rate at a moment is measured over this time before it.
 const WINDOW: Duration = Duration::from_millis(500);
 const LOOK: Duration = Duration::from_millis(20);
 

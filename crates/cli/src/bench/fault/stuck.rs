@@ -37,7 +37,7 @@ type Times = [f64; 3];
 /// What else is sent, beside the topic whose messages are timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Beside {
-    /// This many topics, each with one message just before, which they refuse.
+    /// This many topics, each of which refuses one message, sent just before.
     Stuck(u32),
     /// One topic with as many messages, which it accepts.
     Answering,
