@@ -197,7 +197,7 @@ impl Client {
     /// If the future is dropped, the operation may have happened; the journal keeps the key. The
     /// same request may be sent again.
     pub async fn send(&self, request: &Request) -> Result<Answer, ClientError> {
-        self.shared.send(&mut Direct(&self.http), request).await
+        self.shared.send(&mut Direct(&self.http), request, None).await
     }
 
     /// Continues an operation of the journal: the same key and bytes, with these headers (such as
@@ -215,7 +215,8 @@ impl Client {
         body: Option<Vec<u8>>,
         headers: &HeaderMap,
     ) -> Result<Answer, ClientError> {
-        self.send(&pending.request(body, headers)?).await
+        let request = pending.request(body, headers)?;
+        self.shared.send(&mut Direct(&self.http), &request, Some(pending.first_sent_at)).await
     }
 
     /// Removes the key from the journal, because the application has the result. Without a journal

@@ -131,14 +131,14 @@ impl Turn {
         });
         match taken.await {
             Ok(held) => held,
-            Err(_) => Err(io::Error::new(
-                io::ErrorKind::TimedOut,
-                format!(
-                    "no turn at `{}` within {patience:?}; process {} had it last",
-                    self.path.display(),
-                    self.holder()
-                ),
-            )),
+            Err(_) => {
+                let holder = match self.holder() {
+                    0 => String::new(),
+                    process => format!("; process {process} had it last"),
+                };
+                let why = format!("no turn at `{}` within {patience:?}{holder}", self.path.display());
+                Err(io::Error::new(io::ErrorKind::TimedOut, why))
+            }
         }
     }
 

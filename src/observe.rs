@@ -42,8 +42,8 @@ metrics_table! {
     STATUS_AGE "oncebox_status_age_seconds" Gauge Seconds "" "the alert: how long ago the tables were read that the gauges of messages, consumers and shards speak of";
     CURSOR_AGE "oncebox_relay_cursor_age_seconds" Gauge Seconds "shard" "time since the relay last wrote its cursor";
     GAPS "oncebox_relay_gaps" Gauge Count "shard" "open gaps: positions that may still appear";
-    LEASES_LOST "oncebox_leases_lost_total" Counter Count "" "leases lost to somebody else: a frozen process, or two with one name";
-    ORDER_INCIDENTS "oncebox_order_incidents_total" Counter Count "broker" "refusals that came after later messages of the key were taken, and topics that got more partitions";
+    LEASES_LOST "oncebox_leases_lost_total" Counter Count "" "leases that relays lost: a frozen process, two with one name, or a failover of the database";
+    ORDER_INCIDENTS "oncebox_order_incidents_total" Counter Count "broker" "messages of a key that were taken although an earlier one was refused, and topics that got more partitions";
     DELIVERIES "oncebox_deliveries_total" Counter Count "consumer,outcome" "deliveries by outcome: processed, duplicate, retried, dead, mismatch, unhandled";
     HANDLER_SECONDS "oncebox_handler_duration_seconds" Histogram Seconds "consumer" "time in handlers, one message or one set";
     INBOX_ROWS "oncebox_inbox_rows" Gauge Count "consumer" "inbox rows: what retention must keep bounded";

@@ -71,7 +71,7 @@ impl std::fmt::Debug for Bodies {
 pub enum JournalError {
     /// Another process, or another journal of this one, holds the directory. Two would send the
     /// same operations at once.
-    #[error("another process holds {}", .0.display())]
+    #[error("{} is locked by another process, or by another journal of this one", .0.display())]
     Locked(PathBuf),
     /// The file system refused.
     #[error("{}: {source}", path.display())]
@@ -84,7 +84,7 @@ pub enum JournalError {
     },
     /// A file cannot be read or written as an entry: it is not one, or another secret encrypted
     /// it. It may be a pending operation, so it is never skipped.
-    #[error("{} cannot be read: {why}", path.display())]
+    #[error("the entry {} cannot be used: {why}", path.display())]
     Unreadable {
         /// The file or directory that the error is about.
         path: PathBuf,
@@ -167,7 +167,12 @@ impl KeyJournal {
     /// [`JournalError::Locked`], or an error of the file system.
     pub fn open(directory: impl Into<PathBuf>, bodies: Bodies) -> Result<Self, JournalError> {
         let directory = directory.into();
+        let missing: Vec<PathBuf> =
+            directory.ancestors().take_while(|path| !path.exists()).map(Path::to_owned).collect();
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&directory).map_err(at(&directory))?;
+        for made in missing {
+            synchronise(made.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")))?;
+        }
         let path = directory.join(LOCK);
         let lock = OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(&path);
         let lock = lock.map_err(at(&path))?;
@@ -215,7 +220,8 @@ impl KeyJournal {
         .await
     }
 
-    /// Stores the operation durably. Returns the time of its first send if it was stored before.
+    /// Stores the operation durably. Returns the time of its first send if it was stored before,
+    /// and not for this request.
     pub(super) async fn note(&self, request: &Request) -> Result<Option<SystemTime>, JournalError> {
         let (journal, request) = (self.clone(), request.clone());
         blocking(&self.directory, move || {
@@ -224,6 +230,7 @@ impl KeyJournal {
                 let bytes = Entry::seal(&request, SystemTime::now(), &journal.bodies);
                 let bytes = bytes.map_err(|why| JournalError::Unreadable { path: path.clone(), why })?;
                 if journal.write(&path, &bytes)? {
+                    request.attempts.lock().journalled = true;
                     return Ok(None);
                 }
             }
@@ -236,7 +243,7 @@ impl KeyJournal {
             }
             // The call that wrote the file may have failed to synchronise the directory.
             synchronise(&journal.directory)?;
-            Ok(Some(found.first_sent_at))
+            Ok(Some(found.first_sent_at).filter(|_| !request.attempts.lock().journalled))
         })
         .await
     }

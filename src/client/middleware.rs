@@ -75,7 +75,7 @@ impl Middleware for Resend {
         }
         let operation = operation(&request).map_err(Error::middleware)?;
         let mut chain = Chain { next, extensions };
-        let answer = self.0.send(&mut chain, &operation).await.map_err(Error::middleware)?;
+        let answer = self.0.send(&mut chain, &operation, None).await.map_err(Error::middleware)?;
         let mut response = http::Response::builder().status(answer.status).url(operation.url);
         if let Some(headers) = response.headers_mut() {
             *headers = answer.headers;

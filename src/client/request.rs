@@ -38,6 +38,8 @@ pub struct Request {
 pub(super) struct Attempts {
     count: u32,
     since: Option<Since>,
+    /// Whether the entry in the journal is that of this request.
+    pub(super) journalled: bool,
 }
 
 /// Without query, header values and body: they may hold credentials and data of people.

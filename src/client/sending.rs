@@ -93,7 +93,13 @@ impl ClientState {
         Self { options, journal, breakers: Mutex::default(), began: Instant::now() }
     }
 
-    pub(super) async fn send(&self, transport: &mut impl Transport, request: &Request) -> Result<Answer, ClientError> {
+    /// `sent_at`: when another process, or an earlier request of this one, may have sent it first.
+    pub(super) async fn send(
+        &self,
+        transport: &mut impl Transport,
+        request: &Request,
+        mut sent_at: Option<SystemTime>,
+    ) -> Result<Answer, ClientError> {
         let mut course = Course {
             window: SendWindow {
                 total: self.options.total,
@@ -106,9 +112,10 @@ impl ClientState {
             failed: 0,
             was_noted: false,
         };
-        if let Some(journal) = &self.journal
-            && let Some(first_sent_at) = journal.note(request).await?
-        {
+        if let Some(journal) = &self.journal {
+            sent_at = journal.note(request).await?.or(sent_at);
+        }
+        if let Some(first_sent_at) = sent_at {
             // It may have been sent, even if the process died before that.
             course.was_noted = true;
             course.age = course.age.max(age(first_sent_at, SystemTime::now()));
@@ -116,7 +123,7 @@ impl ClientState {
         let ended = self.run(transport, request, &mut course).await;
         ended.map_err(|cause| {
             let (key, doubt) = (request.key().clone(), course.in_doubt(request));
-            tracing::warn!(key = key.short_hash(), doubt, %cause, "an operation has no known end");
+            tracing::warn!(key = key.short_hash(), doubt, %cause, "an operation was given up; `doubt` says whether it may have happened");
             if doubt { ClientError::OutcomeUnknown { key, cause } } else { ClientError::NotSent { key, cause } }
         })
     }
@@ -345,7 +352,7 @@ mod tests {
             // in a process that is stopped.
             std::thread::sleep(lifetime);
         };
-        let (ended, ()) = tokio::join!(state.send(&mut transport, &request), frozen);
+        let (ended, ()) = tokio::join!(state.send(&mut transport, &request, None), frozen);
         let error = ended.expect_err("no outcome");
         assert!(matches!(error, ClientError::OutcomeUnknown { cause: Cause::KeyForgotten { .. }, .. }), "{error}");
         assert_eq!(transport.0, 1);

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use async_trait::async_trait;
 
-use crate::error::{HandlerError, StoreError};
+use crate::error::{HandlerError, Invalid, StoreError};
 use crate::inbox::handler::{BatchMessageHandler, HandlerTx, MessageHandler};
 use crate::message::{Message, pointer};
 use crate::store::Store;
@@ -42,6 +42,13 @@ enum Source {
     Header(String),
 }
 
+/// Why a message has no value for a parameter.
+enum NoValue {
+    /// An optional parameter is null then.
+    Missing(String),
+    Unreadable(String),
+}
+
 impl Source {
     fn parse(text: &str) -> Option<Self> {
         Some(match text {
@@ -56,25 +63,34 @@ impl Source {
         })
     }
 
-    /// Reads the value from a message; the error says what is missing.
-    fn value(&self, message: &Message) -> Result<SqlValue, String> {
+    /// Reads the value from a message.
+    fn value(&self, message: &Message) -> Result<SqlValue, NoValue> {
         let text = |text: Option<String>, what: &str| {
-            text.map(SqlValue::Text).ok_or_else(|| format!("the message has no {what}"))
+            text.map(SqlValue::Text).ok_or_else(|| NoValue::Missing(format!("the message has no {what}")))
         };
         match self {
+            Self::Pointer(_) if message.payload.is_empty() => {
+                Err(NoValue::Missing("the message has no payload".to_owned()))
+            }
             Self::Pointer(path) => match pointer::find(&message.payload, path) {
                 Ok(pointer::Pointed::Null) => Ok(SqlValue::Null),
                 Ok(pointer::Pointed::Bool(value)) => Ok(SqlValue::Bool(value)),
                 Ok(pointer::Pointed::Number(digits)) => Ok(SqlValue::Number(digits)),
                 Ok(pointer::Pointed::Text(text)) => Ok(SqlValue::Text(text)),
                 Ok(pointer::Pointed::Json(json)) => Ok(SqlValue::Json(json)),
-                Err(error) => Err(format!("the payload at `{path}`: {error}")),
+                Err(error) if error == Invalid::new(pointer::MISSING) => {
+                    Err(NoValue::Missing(format!("the payload at `{path}`: {error}")))
+                }
+                Err(error) => Err(NoValue::Unreadable(format!("the payload at `{path}`: {error}"))),
             },
             Self::Id => text(Some(message.id_text.clone()), "id"),
             Self::Key => text(message.key_text().map(str::to_owned), "key that is text"),
             Self::Kind => text(Some(message.kind.clone()).filter(|kind| !kind.is_empty()), "kind"),
             Self::Topic => text(Some(message.topic.clone()), "topic"),
-            Self::Time => message.time.map(SqlValue::Time).ok_or_else(|| "the message has no time".to_owned()),
+            Self::Time => {
+                let missing = || NoValue::Missing("the message has no time".to_owned());
+                message.time.map(SqlValue::Time).ok_or_else(missing)
+            }
             Self::Payload => Ok(SqlValue::Bytes(message.payload.clone())),
             Self::Header(name) => {
                 text(message.header(name).map(str::to_owned), &format!("header `{name}` that is text"))
@@ -158,8 +174,10 @@ impl<S: Statements> SqlHandler<S> {
         for (name, source) in &self.sources {
             let value = match source.value(message) {
                 Ok(value) => value,
-                Err(_) if self.optional.contains(name) => SqlValue::Null,
-                Err(why) => return Err(HandlerError::terminal(format!("the parameter `{name}` has no value: {why}"))),
+                Err(NoValue::Missing(_)) if self.optional.contains(name) => SqlValue::Null,
+                Err(NoValue::Missing(why) | NoValue::Unreadable(why)) => {
+                    return Err(HandlerError::terminal(format!("the parameter `{name}` has no value: {why}")));
+                }
             };
             values.insert(name.clone(), value);
         }

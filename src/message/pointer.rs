@@ -22,7 +22,8 @@ pub(crate) enum Pointed {
     Json(String),
 }
 
-const MISSING: &str = "nothing stands there";
+/// The text of the error where the payload has nothing at the pointer.
+pub(crate) const MISSING: &str = "nothing stands there";
 
 pub(crate) fn find(payload: &[u8], pointer: &str) -> Result<Pointed, Invalid> {
     let not_json = |error: serde_json::Error| Invalid::new(format!("not JSON: {error}"));

@@ -156,6 +156,18 @@ async fn o27_of_two_requests_that_come_at_once_under_one_key_one_is_sent() {
     assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 101, "entries and the lock, nothing unfinished");
 }
 
+// Shown by: taking the entry of this request for that of another process: the outcome was unknown.
+#[tokio::test]
+async fn o27_a_refusal_ends_what_only_this_request_has_sent() {
+    let directory = tempfile::tempdir().unwrap();
+    let client = client().with_journal(KeyJournal::open(directory.path().join("a/b"), Bodies::Digest).unwrap());
+    let server = Server::start([say(401, &[], ""), say(422, &[], "")]).await;
+    let request = server.request();
+    assert_eq!(client.send(&request).await.unwrap().status, 401);
+    let authorised = request.with_header("authorization", "Bearer t").unwrap();
+    assert_eq!(client.send(&authorised).await.unwrap().status, 422);
+}
+
 // Shown by: counting the lifetime from the start of the process.
 #[tokio::test]
 async fn o27_a_pending_key_that_the_server_may_have_forgotten_is_not_sent() {
@@ -164,15 +176,18 @@ async fn o27_a_pending_key_that_the_server_may_have_forgotten_is_not_sent() {
     let server = Server::start([]).await;
     let options =
         ClientOptions { attempt_timeout: Duration::from_secs(5), lifetime: Duration::from_secs(10), ..quick() };
-    let client = Client::new(options).unwrap().with_journal(journal.clone());
+    let client = Client::new(options.clone()).unwrap().with_journal(journal.clone());
     client.send(&server.request()).await.unwrap();
     let pending = journal.pending().await.unwrap().remove(0);
     eventually("the key is old", Duration::from_secs(60), || async {
         (pending.first_sent_at.elapsed().unwrap() > Duration::from_millis(5_100)).then_some(())
     })
     .await;
-    let error = client.resume(&pending, None, &HeaderMap::new()).await.unwrap_err();
-    assert!(matches!(error, ClientError::OutcomeUnknown { cause: Cause::KeyForgotten { .. }, .. }), "{error}");
+    // Shown by: leaving the age to the journal, which the second client does not have.
+    for client in [client.clone(), Client::new(options).unwrap()] {
+        let error = client.resume(&pending, None, &HeaderMap::new()).await.unwrap_err();
+        assert!(matches!(error, ClientError::OutcomeUnknown { cause: Cause::KeyForgotten { .. }, .. }), "{error}");
+    }
     assert_eq!(server.came().len(), 1);
 }
 

@@ -53,7 +53,7 @@ fn encrypted(secret: &[u8; 32], line: &[u8], body: &[u8]) -> Result<Vec<u8>, Str
     let nonce = XNonce::generate();
     let encrypted = XChaCha20Poly1305::new(secret.into()).encrypt(&nonce, Payload { msg: body, aad: line });
     let mut sealed = nonce.to_vec();
-    sealed.extend(encrypted.map_err(|_| "the body cannot be encrypted".to_owned())?);
+    sealed.extend(encrypted.map_err(|_| "the entry cannot be encrypted".to_owned())?);
     Ok(sealed)
 }
 
@@ -61,7 +61,7 @@ fn encrypted(secret: &[u8; 32], line: &[u8], body: &[u8]) -> Result<Vec<u8>, Str
 fn decrypted(secret: &[u8; 32], line: &[u8], sealed: &[u8]) -> Result<Vec<u8>, String> {
     use chacha20poly1305::aead::{Aead, Payload};
     use chacha20poly1305::{KeyInit, XChaCha20Poly1305};
-    let (nonce, sealed) = sealed.split_first_chunk::<NONCE_BYTES>().ok_or("the body is cut off")?;
+    let (nonce, sealed) = sealed.split_first_chunk::<NONCE_BYTES>().ok_or("what is sealed is cut off")?;
     let opened = XChaCha20Poly1305::new(secret.into()).decrypt(&(*nonce).into(), Payload { msg: sealed, aad: line });
     opened.map_err(|_| "it was changed, or encrypted with another secret".to_owned())
 }
