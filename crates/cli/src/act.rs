@@ -49,7 +49,8 @@ impl Act {
         if self.dry_run { "would " } else { "" }
     }
 
-    /// Says what was done, or would be: with which of these, and how many more match and stay.
+    /// Prints what was done, or would be, and on which of these; as JSON also how many more match
+    /// and stay.
     pub(super) fn told(
         &self,
         verb: &str,
@@ -116,8 +117,8 @@ pub(super) fn said(text: &str) -> Result<String, String> {
     }
 }
 
-/// What the question names: `many`, or of how many they are where more match. A hint says then that
-/// these stay.
+/// Names in the question what the act is on: `many`, or, where more match, of how many. A hint says
+/// then that the others stay.
 pub(super) fn of_all(meant: usize, remaining: usize, many: &str) -> String {
     if remaining == 0 {
         return many.to_owned();

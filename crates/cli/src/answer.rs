@@ -12,7 +12,8 @@ use oncebox::store::{Answer, AnswerBody, KeptBody};
 /// What is replayed to whoever repeats the request.
 #[derive(Debug, Clone, Args)]
 pub(super) struct AnswerArgs {
-    /// The HTTP status of the answer, or the code of gRPC
+    /// The HTTP status of the answer, 200 by default for a success; or the code of gRPC, which is 0
+    /// for a success
     #[arg(long, value_name = "NUMBER")]
     status: Option<u16>,
     /// The content type of the answer

@@ -27,14 +27,14 @@ enum Command {
     /// kills
     ///
     /// Everything is its own: a database beside the one that is named (a file by default), and
-    /// topics. Variables of the environment and configuration files are not read, also those that
-    /// the common options name.
+    /// topics. No setting is read from the environment or from a configuration file, also where the
+    /// common options name a variable.
     Demo(demo::DemoArgs),
     /// Measure what the promise costs, as ratios inside one run
     ///
     /// Everything is its own: a database beside the one that is named (a file by default), and
-    /// topics. Variables of the environment and configuration files are not read, also those that
-    /// the common options name.
+    /// topics. No setting is read from the environment or from a configuration file, also where the
+    /// common options name a variable.
     #[command(subcommand)]
     Bench(bench::BenchCommand),
     /// Make or show the tables
@@ -76,7 +76,7 @@ enum Command {
         #[arg(default_value = "oncebox", value_parser = ["oncebox", "publisher", "consumer"])]
         program: String,
     },
-    /// A program in this binary: `cargo run` builds only one
+    /// Run a process of `demo` or `bench` in this binary: `cargo run` builds no other
     #[command(hide = true, subcommand)]
     Run(Program),
 }

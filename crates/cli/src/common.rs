@@ -18,8 +18,8 @@ macro_rules! data {
     }};
 }
 
-/// Runs a command on the store that the settings name, as the object that the second argument makes
-/// of it, where its tables are those of this program:
+/// Opens the store that the settings name, checks its schema, and runs a command on the object that
+/// the second argument makes of it:
 /// `on_store!(common, Store::into_duties, |store, settings| work(&*store, &settings).await)`.
 macro_rules! on_store {
     ($common:expr, $object:expr, |$store:ident, $settings:ident| $body:expr) => {{
@@ -64,19 +64,19 @@ pub(super) enum Output {
     Json,
 }
 
-/// Reads a `--limit`. It is at least 1: 0 would say neither whether nothing is meant nor all.
+/// Reads a `--limit`. It is at least 1, because 0 could mean nothing or everything.
 pub(super) fn limit<T: TryFrom<u64>>() -> RangedU64ValueParser<T> {
     RangedU64ValueParser::new().range(1..)
 }
 
-/// Says that there may be more than a list that is as long as its limit.
+/// Says that there may be more, where a list is as long as its limit.
 pub(super) fn hint_of_more(found: usize, limit: usize) {
     if found >= limit {
         say("INFO", "hint: there may be more; see `--limit`");
     }
 }
 
-/// Shortens a list that is whole to its limit, and says how many were left out.
+/// Shortens a list to its limit, and says how many of its entries were left out.
 pub(super) fn bound<T>(list: &mut Vec<T>, limit: usize, of: &str) {
     if list.len() > limit {
         say("INFO", &format!("hint: {} more {of}; see `--limit`", list.len() - limit));

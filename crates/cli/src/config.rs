@@ -81,7 +81,7 @@ fn flatten(prefix: &str, value: &toml::Value, rows: &mut Vec<(String, toml::Valu
 fn shown(path: &str, value: &toml::Value) -> toml::Value {
     let is_hidden = path.contains("password") || path.contains("properties");
     match value.as_str() {
-        // Also where it looks like a URL.
+        // Hidden as a whole, also where it looks like a URL.
         Some(text) if is_hidden && !text.is_empty() => "***".into(),
         Some(text) if path.ends_with("url") => format!("{:?}", Secret(text.to_owned())).into(),
         _ => value.clone(),

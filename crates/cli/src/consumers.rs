@@ -1,5 +1,5 @@
-//! `oncebox consumers`: which consumers ever started here, which of them are there, and how one
-//! that is gone is forgotten.
+//! `oncebox consumers`: which consumers started here, which of them are there, and how one that is
+//! gone is forgotten.
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use oncebox::store::{ConsumerStatus, Duties, Store};
 /// What to do with consumers.
 #[derive(Debug, Subcommand)]
 pub(super) enum ConsumersCommand {
-    /// List the consumers that ever started here, and when each was last there
+    /// List the consumers that started here and were not forgotten, and when each was last there
     List {
         /// At most this many
         #[arg(long, default_value_t = 100, value_parser = limit::<usize>())]
@@ -79,7 +79,7 @@ pub(super) fn seen(consumer: &ConsumerStatus) -> String {
     }
 }
 
-/// Says that no consumer of this name ever started here; none where one did.
+/// Returns the text that there is no consumer of this name; none where there is one.
 pub(super) async fn unknown(store: &dyn Duties, name: &str) -> Result<Option<String>, AppError> {
     let is_known = store.status().await?.consumers.iter().any(|consumer| consumer.name == name);
     Ok((!is_known).then(|| format!("there is no consumer `{name}`; `oncebox consumers list` shows them")))

@@ -1,5 +1,5 @@
-//! `oncebox dead`: what is dead, held or waiting, on the outbox's side and the consumers': listed,
-//! shown, redriven, discarded. Every act has a reason and leaves an audit row.
+//! `oncebox dead`: what is dead, held or waiting, in the outbox and at consumers: listed, shown,
+//! redriven, buried, discarded. Every act has a reason and leaves an audit row.
 
 mod became;
 
@@ -23,7 +23,7 @@ use oncebox::app::{AppError, say};
 use oncebox::message::identity;
 use oncebox::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, DeadState, Duties, OperatorAct, Store};
 
-/// How many messages one transaction of an act concerns.
+/// The most messages that one transaction of an act concerns.
 const BATCH: usize = 100;
 /// How many a list shows, and how many a filter without `--all` acts on.
 const LIMIT: usize = 100;
@@ -158,8 +158,8 @@ pub(crate) struct Which {
     /// Those of a filter that are in this state; dead ones by default, for `bury` waiting ones
     #[arg(long, value_enum, conflicts_with = "numbers")]
     state: Option<State>,
-    /// All that match when the command starts, a hundred in each transaction; without it a filter
-    /// acts on 100, or on as many as --limit says
+    /// All that match when the command starts, at most a hundred in each transaction; without it a
+    /// filter acts on 100, or on as many as --limit says
     #[arg(long)]
     all: bool,
 }
@@ -272,7 +272,7 @@ async fn list(store: &dyn Duties, filter: &DeadFilter, output: Output) -> Result
         "since",
     ];
     let rows = dead.iter().map(|message| {
-        // What holds a topic is both: the reason, and the last error.
+        // In the outbox the reason is the error too. It is shown once.
         let error = message.error.as_deref().filter(|error| *error != message.reason);
         let error: String = error.unwrap_or("").chars().take(60).collect();
         [
@@ -385,7 +385,7 @@ async fn meant(store: &dyn Duties, which: &Which, how: &OperatorAct) -> Result<M
         let remaining = numbers.len().saturating_sub(most);
         numbers.truncate(most);
         if matches!(how, OperatorAct::Bury) && !filter.states.contains(&DeadState::Held) {
-            // What stands behind one that was buried a batch before is held since.
+            // What stands behind a message that an earlier batch buried is held since then.
             filter.states.push(DeadState::Held);
         }
         return Ok(Meant { filter, numbers, remaining });
@@ -542,7 +542,8 @@ async fn hint_of_unknown(store: &dyn Duties, consumer: Option<&str>) -> Result<(
     Ok(())
 }
 
-/// Says that what a redrive left alone goes by itself: held messages that match.
+/// Says how many held messages match a filter that found no dead one to redrive, and that they go
+/// by themselves.
 async fn hint_of_held(store: &dyn Duties, which: &Which) -> Result<(), AppError> {
     if which.state.is_some() || !which.numbers.is_empty() {
         return Ok(());
@@ -591,8 +592,9 @@ impl Meant {
     }
 }
 
-/// Acts on the messages, some in each transaction, and at most on `rate` of them a second. Returns
-/// their numbers, and those that were discarded because another copy was handled meanwhile.
+/// Acts on the messages, at most [`BATCH`] in each transaction and `rate` a second. Returns the
+/// numbers of those that it acted on, and which of them a redrive discarded because another copy
+/// was handled since.
 async fn carry_out(
     store: &dyn Duties,
     meant: &Meant,

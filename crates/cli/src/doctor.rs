@@ -26,8 +26,8 @@ const NOBODY: &str = "oncebox-doctor";
 /// What counts as stuck, and what `doctor` does beside looking.
 #[derive(Debug, Clone, Args)]
 pub(super) struct DoctorArgs {
-    /// A pending, held or waiting message that is older than this is stuck, and so is who waits for
-    /// a lock for so long
+    /// A pending, held or waiting message that is older than this is stuck, and so is a connection
+    /// that waits for a lock for longer
     #[arg(long, value_name = "TIME", default_value = "1m", value_parser = oncebox::app::config::parse_duration)]
     older_than: Duration,
     /// Mend a sequence of positions that stands behind the cursor, and have the relay read what it

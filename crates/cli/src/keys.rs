@@ -237,7 +237,7 @@ fn split(found: FoundKeys) -> (Vec<ReadRecord>, Vec<(Vec<u8>, String)>) {
     (read.collect(), found.unreadable)
 }
 
-/// Says how many keys a purge leaves as they are.
+/// Says how many keys a purge leaves because they cannot be read.
 fn left_out(unreadable: usize) {
     if unreadable > 0 {
         say("ERROR", &format!("keys that cannot be read, and stay: {unreadable}; `oncebox keys list` says why"));
@@ -398,8 +398,8 @@ impl<'a> Pages<'a> {
     }
 }
 
-/// How many keys there are to purge, and since when the count stands: what gets its outcome later
-/// is not meant.
+/// Counts the keys to purge, and returns the moment of the count too: a key that gets its outcome
+/// later is not purged.
 async fn count(store: &dyn KeyOperator, filter: &Filter) -> Result<(usize, Option<DbTime>), AppError> {
     let (mut pages, mut count, mut until) = (Pages::new(store, filter), 0, None);
     while let Some(page) = pages.next().await? {

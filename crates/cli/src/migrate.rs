@@ -13,7 +13,7 @@ use oncebox::store::{Schema, Store};
 pub(super) enum MigrateCommand {
     /// Apply what is missing; makes a SQLite file that is not there
     Up,
-    /// Show which migrations are known and applied
+    /// Show which migrations are known and applied; exit code 3 where the schema does not fit
     Status,
     /// Print the SQL of all migrations, for those who apply it themselves
     Print,

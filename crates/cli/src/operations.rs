@@ -1,5 +1,5 @@
-//! `oncebox operations`: list, show, retry, resolve, judge. It does not show the bytes that were
-//! sent to a provider, only that they were sent.
+//! `oncebox operations`: list, show, retry, resolve, judge. Of the bytes that were sent to a
+//! provider it shows only the number.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -100,7 +100,7 @@ fn operation_id(text: &str) -> Result<Uuid, String> {
     text.parse().map_err(|_| "no id of an operation: a UUID, as `oncebox operations list` shows".to_owned())
 }
 
-/// Which operations are listed or acted on.
+/// Which operations are listed.
 #[derive(Debug, Clone, Default, Args)]
 pub(crate) struct Filter {
     /// Only of this flow

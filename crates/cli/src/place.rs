@@ -24,10 +24,10 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Reads the command line and nothing else: what stands in the environment or in a file may
-    /// name a database that others work with. If it names no database, that is a file in `dir`; so
-    /// is the broker. Without `dir`, that is one below the system's temporary directory. A person
-    /// watches: no more than `log` is logged.
+    /// Reads the settings from the command line alone: the environment or a file may name a
+    /// database that others work with. If it names no database, that is a file in `dir`; so is the
+    /// broker. Without `dir`, that is one below the system's temporary directory. `log` is the
+    /// filter of this process's log, unless `RUST_LOG` names one.
     pub(super) fn find(what: &str, common: &CommonArgs, dir: Option<&Path>, log: &str) -> Result<Self, AppError> {
         if common.config.is_some() && common.config != std::env::var_os("ONCEBOX_CONFIG").map(PathBuf::from) {
             return Err(AppError::usage("this command reads no configuration file: give it --database and --broker"));
@@ -95,8 +95,8 @@ pub(super) fn signal(child: &Child, signal: Signal) {
     }
 }
 
-/// Writes the settings, passwords included, to a file that only its owner can read: a command line
-/// can be read by everybody.
+/// Writes the settings, passwords included, to a file: a command line can be read by everybody. A
+/// new file can be read by its owner only. One that is there is overwritten and keeps its mode.
 pub(super) fn write_config(settings: &Settings, dir: &Path) -> Result<PathBuf, AppError> {
     use std::io::Write;
     use std::os::unix::fs::OpenOptionsExt;

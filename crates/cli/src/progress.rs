@@ -7,7 +7,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use oncebox::app::say;
 
-/// Between two lines about an act, or two looks of a bar at the clock.
+/// The least time between two lines about an act, and the time between two redraws of a bar.
 const BETWEEN_LINES: Duration = Duration::from_millis(500);
 /// The most names of what was acted on that a person is shown.
 const SHOWN_MAX: usize = 100;

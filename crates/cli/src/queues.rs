@@ -50,8 +50,9 @@ async fn repartition(args: &RepartitionArgs, settings: &Settings, output: Output
     if !matches!(settings.broker.url.0.split_once(':'), Some(("amqp" | "amqps", _))) {
         return Err(AppError::usage("only RabbitMQ has queues of consumers; set [broker] url to amqp:// or amqps://"));
     }
-    // An old queue is deleted once its topic has moved: nothing else may be in it or read it. A
-    // wrong name of a queue would make queues that fill and that no consumer reads.
+    // Settings with which `consumer` does not start are refused here too. Where two consumers or
+    // topics share a queue, it would be deleted with the messages of both. Under a wrong name, new
+    // queues would fill that no consumer reads.
     if let Some((.., why)) = settings.mistakes().into_iter().find(|(program, ..)| *program == "consumer") {
         return Err(AppError::usage(why));
     }

@@ -12,7 +12,7 @@ use oncebox::message::{NewMessage, OutgoingMessage};
 
 /// How many messages are handed over at once.
 const BATCH: usize = 1_000;
-/// How long to wait for a session, for room for a batch, and for each next answer.
+/// How long to wait for a session, for room for a batch, for each next answer, and for the close.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// A message as a relay would have read it from the outbox.

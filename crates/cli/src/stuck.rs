@@ -140,7 +140,7 @@ async fn waiting(store: &dyn Duties, consumer: &ConsumerStatus) -> Result<Option
     Ok(Some(Finding::stuck(format!("consumer {}: waiting", consumer.name), detail, remedy)))
 }
 
-/// The finding for a consumer without a process. A warning where none of its messages waits here.
+/// The finding for a consumer without a process. A warning where it has no waiting or held message.
 fn absent(consumer: &ConsumerStatus) -> Finding {
     let name = format!("consumer {}: process", consumer.name);
     let detail = format!("no process of it runs, the last was there {}", seen(consumer));

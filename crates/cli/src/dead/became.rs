@@ -42,9 +42,9 @@ impl std::fmt::Display for Became {
     }
 }
 
-/// Waits until each message is gone, or failed and has no next try, at most for `wait`. A failed
-/// try alone ends nothing: the first ones follow each other quickly. `last_tries` has the last try
-/// of each before the redrive.
+/// Waits until each message is gone, or failed and has no next try, at most for `wait` and one last
+/// look at each. A failed try alone ends nothing: the first ones follow each other quickly.
+/// `last_tries` has the last try of each before the redrive.
 pub(super) async fn what_became(
     store: &dyn Duties,
     mut last_tries: HashMap<String, Option<DateTime<Utc>>>,
