@@ -52,7 +52,7 @@ pub(super) fn public_roots() -> Result<Arc<ClientConfig>, rustls::Error> {
     Ok(Arc::new(config.with_root_certificates(roots).with_no_client_auth()))
 }
 
-/// Connects up to the answer to EHLO, in the security that is asked for.
+/// Connects up to the answer to EHLO, with TLS as it is asked for.
 pub(super) async fn connect(
     (host, port): (&str, u16),
     tls: &Tls,
