@@ -127,7 +127,7 @@ pub async fn open_store_with<S: Store>(
             Ok(store) => return Ok(store),
             Err(error) if error.is_untrusted() => return Err(AppError::not_ready(format!("{name}: {error}"))),
             Err(error) if waits.is_some() && error.is_transient() => wait.on(&format!("{name}: {error}")).await?,
-            // Refused before a connection: the URL cannot be used, and the text shows it.
+            // Refused before a connection: a setting cannot be used, and the text names it.
             Err(StoreError::Refused(why)) => return Err(AppError::usage(why)),
             Err(error) => return Err(AppError::from(error).on(&name)),
         }
