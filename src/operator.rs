@@ -1,5 +1,5 @@
-//! What an operator can see and do. The command line, the dashboard and users of the library call
-//! the same implementation of each act.
+//! What an operator can see and do. The command line and users of the library call the same
+//! implementation of each act.
 
 #[cfg(feature = "operations")]
 pub(crate) mod keys;
@@ -93,8 +93,8 @@ pub(crate) fn firsts<'a>(topics: impl Iterator<Item = Option<&'a str>>) -> Vec<u
 
 /// The numbers of waiting and of held messages, from three counts: all rows in state `waiting`,
 /// those of them that are held, and those with a due time. Each is counted up to [`COUNTED_MAX`].
-/// If `all` has reached it, the number of waiting ones is a lower bound: at least those that are
-/// due.
+/// If `all` has reached it, the number of waiting ones is a lower bound: at least those that have a
+/// due time.
 pub(crate) fn waiting_and_held(all: i64, held: i64, due: i64) -> (u64, u64) {
     let others = all - held;
     let waiting = if all < COUNTED_MAX { others } else { others.max(due) };
@@ -208,11 +208,13 @@ pub struct DeadMessage {
     pub error: Option<String>,
     /// Tries that were counted so far.
     pub attempts: u32,
-    /// When it became dead or held; for a waiting message, when it was stored.
+    /// When it became dead, or held in the outbox; for another message of a consumer, when it was
+    /// stored.
     pub since: DateTime<Utc>,
     /// When it is tried next. None if it is dead, if it waits for an earlier message of its key, or
-    /// if its topic cannot be sent to. The relay tries such a topic every 30 s, or at the probe
-    /// interval of the publisher if that is longer, and sends its messages when that succeeds.
+    /// if its topic cannot be sent to. The relay tries such a topic at the probe interval of the
+    /// publisher, and one that does not answer ever more rarely, up to every 30 s. When that
+    /// succeeds, it sends its messages.
     pub next_try: Option<DateTime<Utc>>,
     /// How many messages of its key stand behind it. For the first message of a topic that is held
     /// for its destination: how many of the topic are held behind it. Counted up to 10,000, which
@@ -235,8 +237,8 @@ pub struct DeadMessage {
 
 /// An act of an operator on dead, held or waiting messages. Where a consumer's message is not dead,
 /// [`Redrive`](Self::Redrive) and [`Discard`](Self::Discard) bury it first, in the same
-/// transaction. Refused are a redrive of one that waits for an earlier message of its key, and a
-/// new id for one that is not dead. A message that a process is handling now is refused.
+/// transaction. Refused are a redrive of one that waits for an earlier message of its key, a new id
+/// for one that is not dead, and every act on one that a process is handling now.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OperatorAct {
     /// Send or handle it again, with the same id: inboxes still deduplicate.
@@ -380,7 +382,7 @@ pub struct ActContext {
     pub reason: String,
     /// Only report what would be done.
     pub dry_run: bool,
-    /// A row of the outbox that has been dead for longer is not redriven with its own id, because
+    /// A row of the outbox that was enqueued longer ago is not redriven with its own id, because
     /// inboxes may have forgotten it. `None`: no limit.
     pub redrive_age_max: Option<Duration>,
 }
@@ -449,12 +451,12 @@ pub struct AuditEntry {
 pub struct LockWait {
     /// Its id on the server.
     pub connection: String,
-    /// The statement that waits, without values.
+    /// The beginning of the statement that waits, as the server shows it.
     pub statement: String,
     /// For how long, seconds.
     pub seconds: f64,
-    /// The connections that hold the lock, as far as the server tells: number, name of the program,
-    /// what it does.
+    /// On PostgreSQL the connections that hold the lock: number, name of the program, what it does.
+    /// On MySQL what is waited for, because the server does not always tell who holds it.
     pub holders: Vec<String>,
 }
 
@@ -506,8 +508,9 @@ pub trait Operator: Debug + Send + Sync {
 
     /// Repairs positions that the relay would never read. If the sequence of the database is behind
     /// the cursor, it is set above it. Messages that the relay has passed get new positions, in
-    /// order. Some messages may be sent a second time, none is lost. Returns a sentence for each
-    /// repair and writes an audit row; with `dry_run` nothing is written.
+    /// order; on SQLite the cursor goes back to them. Some messages may be sent a second time, none
+    /// is lost. Returns a sentence for each repair and writes an audit row; with `dry_run` nothing
+    /// is written.
     async fn mend(&self, context: &ActContext) -> Result<Vec<String>, StoreError>;
 
     /// Acts on the messages that [`dead`](Self::dead) finds by this filter, with an audit row for

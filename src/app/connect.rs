@@ -117,7 +117,7 @@ pub async fn open_store_with<S: Store>(
             Ok(store) => return Ok(store),
             Err(error) if error.is_untrusted() => return Err(AppError::not_ready(format!("{name}: {error}"))),
             Err(error) if waits.is_some() && error.is_transient() => wait.on(&format!("{name}: {error}")).await?,
-            // Without a connection only the URL is checked, and the error shows it.
+            // Refused before a connection: a setting cannot be used, and the text names it.
             Err(StoreError::Refused(why)) => return Err(AppError::usage(why)),
             Err(error) => return Err(AppError::from(error).on(&name)),
         }
@@ -196,7 +196,8 @@ impl Drop for Wait {
 /// opens its file.
 ///
 /// # Errors
-/// An unknown scheme, a missing feature (with its name), or a setting that breaks a promise.
+/// An unknown scheme, a missing feature (with its name), or a setting that breaks a promise; of an
+/// embedded broker also a file that cannot be opened, or a stop that comes first.
 pub fn open_broker<'a>(settings: &'a Settings, waits: Waits<'a>) -> BoxFuture<'a, Result<AnyBroker, AppError>> {
     // Boxed, so that this code is compiled with the library and not again in each program.
     Box::pin(open_named(settings, waits))

@@ -190,7 +190,7 @@ pub async fn run_consumers_with<S: Store>(
 #[derive(Debug)]
 pub(super) struct Run<'a> {
     pub(super) settings: &'a Settings,
-    /// End after nothing came for this long, once all consumers have caught up.
+    /// A consumer ends after nothing came to it for this long, once it has caught up.
     pub(super) until_idle: Option<Duration>,
     /// Accept an id rule that is not the one that a consumer started with (R31).
     pub(super) accept_id_rule: bool,

@@ -20,7 +20,7 @@ impl From<Exit> for ExitCode {
     }
 }
 
-/// An error that a person must repair, with the exit code of the program.
+/// Why a program ends, other than with its work done: an error or a stop, with the exit code.
 #[derive(Debug, thiserror::Error)]
 #[error("{message}")]
 pub struct AppError {

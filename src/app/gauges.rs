@@ -1,7 +1,7 @@
 //! The gauges of `/metrics` that are read from tables, from time to time, beside the work.
 //!
-//! Promises: rows that left the tables do not keep their last value. While the tables cannot be
-//! read, the gauge of their age rises.
+//! Promises: a shard or consumer that is gone does not keep its last values. While the tables
+//! cannot be read, a gauge shows for how long.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -61,7 +61,7 @@ pub async fn keep_gauges(store: Arc<dyn Duties>) {
     tokio::join!(ages, looks);
 }
 
-/// The names that are shown with values of their own.
+/// The consumers and shards whose gauges were set last.
 #[derive(Debug, Default)]
 struct Shown {
     consumers: BTreeSet<String>,

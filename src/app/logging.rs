@@ -1,9 +1,9 @@
 //! Logs go to stderr, as text for people or as JSON for machines. `RUST_LOG` overrides the setting,
 //! but no setting enables lines that print payloads or passwords.
 //!
-//! Promises: with the format `json`, every line that a program writes to stderr is one JSON object,
-//! including the last error. With `text`, an event is one line, whatever its texts hold. A log that
-//! cannot be written ends no work.
+//! Promises: once the format `json` is known, every line that a program writes to stderr is one
+//! JSON object, including the last error. With `text`, an event is one line, whatever its texts
+//! hold. A log that cannot be written ends no work.
 
 use std::io::{self, Write};
 use std::str::FromStr;
@@ -66,7 +66,7 @@ pub fn start_logging(format: LogFormat, filter: &str) -> Result<(), String> {
     Ok(())
 }
 
-/// Sets the format of [`say`] and of panics from now on.
+/// From now on [`say`] and panics write JSON, if this is the format. Text does not replace JSON.
 pub fn speak(format: LogFormat) {
     let json = format == LogFormat::Json;
     if json && !JSON.swap(json, Ordering::Relaxed) {

@@ -1,8 +1,8 @@
-//! Sends one e-mail: composes it once, writes it to a file or gives it to an SMTP server, and
-//! reports what a failure proves.
+//! Composes an e-mail, writes it to a file or gives it to an SMTP server, and reports what a
+//! failure proves.
 //!
-//! Promises: one identity has one Message-ID, in every attempt. A file is complete or absent, and a
-//! second attempt replaces it. A failure says whether the server may have accepted the e-mail all
+//! Promises: one unique key has one Message-ID, in every attempt. A file is complete or absent, and
+//! a second attempt replaces it. A failure says whether the server may have accepted the e-mail all
 //! the same (O28). With files there is one exception: if the last sync of the directory fails, the
 //! attempt counts as not sent, although the file may be there.
 //!

@@ -46,8 +46,8 @@ pub enum EmailOutcome {
     },
     /// Refused for good, or given up.
     Failed(String),
-    /// Given back at once, and the try is not counted: a transient failure, or a stop of the
-    /// process.
+    /// Given back at once, and the try is not counted: no e-mail can be sent now, the lease may end
+    /// during the sending, or the process stops.
     NotTried,
 }
 

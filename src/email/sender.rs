@@ -42,9 +42,9 @@ pub struct SenderOptions {
     /// they are blanked. One that failed stays whole, because it may have to be sent yet. Default 7
     /// days.
     pub content_kept: Duration,
-    /// How long the rest of the row is kept after that, counted from the same moment: the unique
-    /// key, which allows one e-mail for an effect. It must exceed the time after which the effect
-    /// can come again. Default: for ever, as an inbox without a horizon remembers its ids.
+    /// How long the rest of the row is kept, counted from the same moment: the unique key, which
+    /// allows one e-mail for an effect. It must exceed the time after which the effect can come
+    /// again. Default: for ever, as an inbox without a horizon remembers its ids.
     pub keys_kept: Option<Duration>,
 }
 
@@ -151,8 +151,8 @@ impl Sender {
         tokio::join!(sending, forgetting).0
     }
 
-    /// Blanks and deletes what was settled long enough ago, beside the sending. It keeps nothing
-    /// from being sent.
+    /// Blanks and deletes what was sent long enough ago, beside the sending. It keeps nothing from
+    /// being sent.
     async fn forget_old(&self, stop: &CancellationToken) {
         let mut pace = Pace::new(Duration::from_millis(200), FORGET_EVERY);
         while !stop.is_cancelled() {
@@ -221,7 +221,7 @@ impl Sender {
                 Err(error) => return Err(error),
             }
         }
-        // Releases the leased rows. If the database does not answer, the leases expire.
+        // Releases the leased rows, by one try. If it fails, the leases expire.
         if tokio::time::timeout(GIVE_BACK, self.empty(&mut hand, stop)).await.is_err() {
             tracing::debug!("leased e-mails were not given back");
         }

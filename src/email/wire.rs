@@ -53,8 +53,8 @@ pub(super) fn public_roots() -> Result<Arc<ClientConfig>, rustls::Error> {
     Ok(Arc::new(config.with_root_certificates(roots).with_no_client_auth()))
 }
 
-/// Connects to the first address of the host that serves us, up to the answer to EHLO, in the
-/// security that is asked for.
+/// Connects to the first address of the host that serves us, up to the answer to EHLO, with TLS as
+/// it is asked for.
 pub(super) async fn connect(
     (host, port): (&str, u16),
     tls: &Tls,

@@ -11,7 +11,7 @@ use metrics_exporter_prometheus::PrometheusHandle;
 
 use crate::observe::Health;
 
-/// A loop without a turn for this long is stuck. Longer than any time limit inside a loop.
+/// A loop without a turn for this long is stuck. Longer than any usual time limit inside a loop.
 const STUCK: Duration = Duration::from_secs(120);
 
 /// `/livez`: 200 while all loops turn. `/readyz`: 200 when every part works or stands by, else 503

@@ -214,7 +214,7 @@ impl KeyFilter {
 }
 
 impl OperationFilter {
-    /// Whether the filter asks for the conflicts of all operations.
+    /// Whether the filter asks for conflicts, of no single operation, flow, tenant or stage.
     pub(crate) fn is_of_all_conflicts(&self) -> bool {
         self.conflicts
             && self.operation_id.is_none()
@@ -396,7 +396,7 @@ pub trait KeyOperator: Phases {
     /// given; its first phase was never committed as a whole; only the reason of its parking has
     /// what a provider said; a handler ended the transaction of a phase, and no duplicate is
     /// accepted; an open effect has the strategy `none`, and no duplicate is accepted; a duplicate
-    /// is accepted and no effect is open; it has changed since it was read.
+    /// is accepted and no open effect was sent; it has changed since it was read.
     async fn retry(
         &self,
         seen: &StoredOperation,

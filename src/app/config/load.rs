@@ -32,8 +32,8 @@ impl Loaded {
     }
 }
 
-/// Finds the value at a path. Names of another program's settings may contain dots; positions in a
-/// list are numbers.
+/// Finds the value at a path. The names of librdkafka's properties contain dots themselves;
+/// positions in a list are numbers.
 fn find<'v>(value: &'v Value, path: &str) -> Option<&'v Value> {
     let ends = path.match_indices('.').map(|(dot, _)| dot).chain([path.len()]);
     match value {

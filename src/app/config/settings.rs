@@ -197,7 +197,7 @@ pub struct EmbeddedSettings {
     /// How long a consumer may be silent before its partitions go to another consumer.
     #[serde(with = "span")]
     pub session_timeout: Duration,
-    /// How long messages are kept after every consumer has handled them.
+    /// The age from which a message is deleted, once every consumer has handled it.
     #[serde(with = "span_or_never")]
     pub retention: Option<Duration>,
 }
@@ -231,8 +231,8 @@ pub struct PublisherSettings {
     /// The longest pause between reads that found nothing.
     #[serde(with = "span")]
     pub poll_max: Duration,
-    /// The largest number of dead and held rows; at the limit reading stops, and the health says
-    /// so.
+    /// The largest number of held rows of a shard, with the dead ones that hold them; at the limit
+    /// reading stops, and the health says so.
     pub held_rows_max: usize,
     /// The largest number of dead messages in the outbox, under any policy; at the limit reading
     /// stops, and the health says so.
@@ -241,13 +241,15 @@ pub struct PublisherSettings {
     pub dead: DeadPolicy,
     /// The same choice for single topics.
     pub dead_topics: BTreeMap<String, DeadPolicy>,
-    /// How long the broker may be silent while messages are in flight.
+    /// How long messages may stay unanswered before their topics are held; shorter where they keep
+    /// others waiting.
     #[serde(with = "span")]
     pub publish_stall: Duration,
-    /// The pause between two trials of a held topic.
+    /// The pause between two trials of a blocked topic; one that does not answer is tried ever more
+    /// rarely.
     #[serde(with = "span")]
     pub probe: Duration,
-    /// Dead messages older than this need a new id to be redriven.
+    /// Dead messages of the outbox that were enqueued longer ago need a new id to be redriven.
     #[serde(with = "span")]
     pub redrive_age_max: Duration,
 }
@@ -300,7 +302,7 @@ pub struct ConsumerSettings {
     pub name: String,
     /// The topics that the consumer reads.
     pub topics: Vec<String>,
-    /// The Kafka group, if it is not the name.
+    /// The group in Kafka and in the embedded broker, if it is not the name.
     pub group: Option<String>,
     /// The names of queues by topic, if they are not `<topic>.<name>`.
     #[serde(default)]
@@ -527,7 +529,7 @@ pub struct EmailSettings {
     pub smtp_url: Option<Secret>,
     /// How many attempts one e-mail gets before it is failed.
     pub attempts_max: u32,
-    /// How long recipient, subject and body of an e-mail are kept after it was sent.
+    /// How long recipient, subject, body and error of an e-mail are kept after it was sent.
     #[serde(with = "span")]
     pub content_kept: Duration,
     /// How long the row with the unique key is kept after the e-mail was sent.

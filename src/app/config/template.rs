@@ -2,7 +2,7 @@
 //! its purpose.
 //!
 //! Promise: a test reads the file back, uncommented, and compares it with the defaults. Another
-//! test fails if a setting has no line in it.
+//! test fails if a setting has no line in it. Of a `[[consumer]]` they only prove that it is read.
 
 /// The whole file, with every setting commented out.
 pub const TEMPLATE: &str = include_str!("../../../config.example.toml");

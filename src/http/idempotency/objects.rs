@@ -7,7 +7,8 @@
 //! stay arrays.
 //!
 //! Not covered: content that serde itself buffers first, which is that of untagged and internally
-//! tagged enums and of flattened members. Not here: what a command checks of its values.
+//! tagged enums, of adjacently tagged ones whose tag comes last, and of flattened members. Not
+//! here: what a command checks of its values.
 
 use std::fmt;
 

@@ -1,7 +1,7 @@
 //! Describes a protected operation in an OpenAPI document (utoipa).
 //!
-//! Promise: the description is made from the endpoint itself, so document and service cannot
-//! differ.
+//! Promise: the description is made from the endpoint itself, so it says nothing that the service
+//! does not do.
 
 use std::collections::BTreeMap;
 
@@ -15,8 +15,9 @@ use crate::operation::Registered;
 use crate::operation::rules::KeyFormat;
 use crate::operation::rules::route::Requirement;
 
-/// Adds the key's header parameter, the header of replays, the problem responses of the engine, and
-/// the extension `x-idempotency`. A response that has a description keeps it.
+/// Adds the key's header parameter, the header of replays, the problem responses of the engine
+/// (without 403, 408, 415, 421 and 500), and the extension `x-idempotency`. A response that has a
+/// description keeps it.
 ///
 /// # Errors
 /// None in practice: utoipa would have to refuse a fragment that is fixed in this file.
