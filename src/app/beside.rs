@@ -65,6 +65,16 @@ impl Beside {
         }
     }
 
+    /// Cancels all parts after an error. The first one is that of the program; one that follows is
+    /// logged.
+    pub(super) fn ends_with(&self, outcome: &mut Result<(), AppError>, error: AppError) {
+        self.all.cancel();
+        match outcome {
+            Ok(()) => *outcome = Err(error),
+            Err(_) => tracing::error!(error = %error.message, "another part failed too"),
+        }
+    }
+
     /// Cancels all parts, stops the gauges, and returns how the first look ended.
     pub(super) async fn end(mut self) -> Result<(), AppError> {
         self.all.cancel();

@@ -257,8 +257,7 @@ impl Run<'_> {
         let mut outcome = Ok(());
         while let Some(ended) = beside.next_end(&mut running, "a consumer").await {
             if let Err(error) = ended {
-                all.cancel();
-                outcome = Err(error);
+                beside.ends_with(&mut outcome, error);
             }
         }
         beside.end().await?;

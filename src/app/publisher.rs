@@ -36,6 +36,7 @@ pub(crate) async fn run_publisher(
     stop: CancellationToken,
 ) -> Result<(), AppError> {
     let waits = Some((&stop, &health));
+    check_options(settings)?;
     let broker = open_broker(settings, waits).await?;
     crate::with_store!(settings, waits, |store| {
         ready(&store, settings, waits).await?;
@@ -67,6 +68,7 @@ where
     M: Future<Output = Result<PhasedEngine, AppError>>,
 {
     let waits = Some((&stop, &health));
+    check_options(settings)?;
     let broker = open_broker(settings, waits).await?;
     let store: S = open_store(settings, waits).await?;
     ready(&store, settings, waits).await?;
@@ -85,8 +87,19 @@ where
     close(&store).await;
     match recovered {
         Ok(ended) => relayed.and(ended.map_err(AppError::from)),
-        Err(error) => relayed.and(Err(AppError::failed(format!("the recovery ended unexpectedly: {error}")))),
+        Err(error) => {
+            // It cancelled the relay, whose own end says less.
+            if let Err(error) = relayed {
+                tracing::warn!(error = %error.message, "the relay ended too");
+            }
+            Err(AppError::failed(format!("the recovery ended unexpectedly: {error}")))
+        }
     }
+}
+
+/// Refuses options before anything is waited for.
+fn check_options(settings: &Settings) -> Result<(), AppError> {
+    settings.publisher.options(owner_name(), settings.shutdown_grace).map(drop).map_err(AppError::usage)
 }
 
 fn relay_all(
@@ -144,8 +157,7 @@ fn relay_all(
                 }
             };
             if let Err(error) = ended {
-                all.cancel();
-                outcome = Err(error);
+                beside.ends_with(&mut outcome, error);
             }
         }
         beside.end().await?;

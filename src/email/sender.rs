@@ -205,10 +205,12 @@ impl Sender {
                 Ok(Step::Idle) => {
                     // The rows that were given back may be with another sender.
                     is_away = is_away && !self.store.emails_pending().await.is_ok_and(|pending| pending == 0);
-                    if !is_away {
+                    if is_away {
+                        self.health.beat(PART);
+                    } else {
                         self.health.set(PART, PartState::Ready);
                     }
-                    sleep_unless(stop, Duration::from_millis(100)).await;
+                    sleep_unless(stop, Duration::from_millis(if is_away { 1_000 } else { 100 })).await;
                 }
                 Ok(Step::Empty) => {
                     self.health.set(PART, PartState::Ready);
@@ -221,11 +223,30 @@ impl Sender {
                 Err(error) => return Err(error),
             }
         }
-        // Releases the leased rows, by one try. If it fails, the leases expire.
-        if tokio::time::timeout(GIVE_BACK, self.empty(&mut hand, stop)).await.is_err() {
-            tracing::debug!("leased e-mails were not given back");
-        }
+        self.release(hand, stop).await;
         Ok(())
+    }
+
+    /// Settles the e-mail in hand and releases the leased ones. If that does not work within
+    /// [`GIVE_BACK`], the leases expire.
+    async fn release(&self, mut hand: Hand, stop: &CancellationToken) {
+        let mut pace = Pace::new(Duration::from_millis(50), Duration::from_millis(500));
+        let released = async {
+            while let Err(error) = self.empty(&mut hand, stop).await {
+                tracing::debug!(%error, "leased e-mails are not given back yet");
+                tokio::time::sleep(pace.next_wait()).await;
+            }
+        };
+        if tokio::time::timeout(GIVE_BACK, released).await.is_ok() {
+            return;
+        }
+        match &hand.outcome {
+            Some((email, EmailOutcome::Sent)) => tracing::error!(
+                email = email.email_id,
+                "that an e-mail was sent could not be stored before the stop: it may be sent again"
+            ),
+            _ => tracing::warn!("leased e-mails were not given back: their leases run out"),
+        }
     }
 
     async fn step(&self, hand: &mut Hand, stop: &CancellationToken) -> Result<Step, StoreError> {
@@ -281,7 +302,7 @@ impl Sender {
                 EmailOutcome::NotTried
             };
             if let EmailOutcome::Again { error, .. } | EmailOutcome::Failed(error) = &outcome {
-                tracing::warn!(email = email.email_id, attempt = email.attempt, %error, "an e-mail was not sent");
+                tracing::warn!(email = email.email_id, attempt = email.attempt, %error, "an attempt to send an e-mail failed");
             }
             hand.outcome = Some((email, outcome));
         }

@@ -143,7 +143,13 @@ impl SmtpServer {
         // A numeric address of version 6 stands in brackets in a URL only.
         let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
         let verified = || public_roots().map_err(|error| refused(&error.to_string()));
-        let asked = url.query_pairs().find(|(name, _)| name == "tls").map(|(_, value)| value.into_owned());
+        if let Some((name, _)) = url.query_pairs().find(|(name, _)| name != "tls") {
+            return Err(refused(&format!("`{name}` behind `?` is not known; `tls` is")));
+        }
+        if url.password().is_none() && !url.username().is_empty() {
+            return Err(refused("it has a user and no password"));
+        }
+        let asked = url.query_pairs().next().map(|(_, value)| value.into_owned());
         let (usual_port, tls) = match (url.scheme(), asked.as_deref()) {
             ("smtp", None) => (SMTP_PORT, Tls::Never),
             ("smtp", Some("required")) => (SUBMISSION_PORT, Tls::Required(verified()?)),
@@ -278,6 +284,8 @@ mod tests {
         for (url, why) in [
             ("http://a:s3cret@mail.example", "smtp://"),
             ("smtp://a:s3cret@mail.example?tls=yes", "`required` or `opportunistic`"),
+            ("smtp://a:s3cret@mail.example?starttls=required", "`starttls` behind `?` is not known"),
+            ("smtp://a@mail.example", "a user and no password"),
             ("smtp://a:s3cret%ff@mail.example", "percent-encoded"),
             ("smtp:///x", "no host"),
         ] {

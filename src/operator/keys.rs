@@ -214,13 +214,15 @@ impl KeyFilter {
 }
 
 impl OperationFilter {
-    /// Whether the filter asks for conflicts, of no single operation, flow, tenant or stage.
+    /// Whether the filter asks for conflicts and for nothing that is known of an operation's row.
     pub(crate) fn is_of_all_conflicts(&self) -> bool {
         self.conflicts
             && self.operation_id.is_none()
             && self.flow.is_none()
             && self.tenant.is_none()
             && self.stage.is_none()
+            && !self.parked
+            && self.older_than.is_none()
     }
 }
 
@@ -426,7 +428,7 @@ pub trait KeyOperator: Phases {
                 evidence.extend((1..=intent.sends).map(waived));
             }
             if evidence.is_empty() && !ended {
-                return refused("nothing of it is open: there is no duplicate to accept");
+                return refused("no open effect of it was ever sent: there is no duplicate to accept");
             }
         } else if let Some(intent) = open().find(|intent| intent.intent.strategy == "none") {
             return refused(format!(
