@@ -192,7 +192,7 @@ pub enum RunError {
 }
 
 /// The error that a handler returns. `?` turns any error into a retryable one, or into a transient
-/// one if its code says so.
+/// one if it is an error of a database whose code says so, or has one among its sources.
 #[derive(Debug)]
 pub struct HandlerError {
     /// The text of the handler's error.
@@ -251,11 +251,10 @@ impl std::fmt::Display for HandlerError {
 // (as anyhow does it).
 impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
     fn from(error: E) -> Self {
-        let any = &error as &dyn std::any::Any;
-        let (sql, store) = (any.downcast_ref::<sqlx::Error>(), any.downcast_ref::<StoreError>());
-        let transient = sql.is_some_and(classify::is_transient) || store.is_some_and(StoreError::is_transient);
+        let of_database = classify::OfDatabase::find(&error);
+        let transient = of_database.is_some_and(classify::OfDatabase::is_transient);
         #[cfg(feature = "consumer")]
-        let hints = hints::Hints::of(sql, store);
+        let hints = of_database.map(hints::Hints::of).unwrap_or_default();
         let mut message = String::new();
         let mut next: Option<&(dyn std::error::Error + 'static)> = Some(&error);
         while let Some(cause) = next {
