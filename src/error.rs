@@ -324,9 +324,7 @@ pub fn words(error: &sqlx::Error) -> String {
 /// texts, everything before the last `@` is replaced.
 #[must_use]
 pub fn redact(url: &str) -> String {
-    // A `://` behind something else than a scheme may be one of a password.
-    let is_scheme = |text: &str| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte));
-    let Some((scheme, rest)) = url.split_once("://").filter(|(scheme, _)| is_scheme(scheme)) else {
+    let Some((scheme, rest)) = split_scheme(url) else {
         return url.rsplit_once('@').map_or_else(|| url.to_owned(), |(_, tail)| format!("***@{tail}"));
     };
     // The `?` may be one of a password before the host, and the `@` one of a password in the query
@@ -363,6 +361,13 @@ pub fn redact(url: &str) -> String {
         shown.push_str(&format!("?{}", pairs.join("&")));
     }
     shown
+}
+
+/// The scheme of a URL, and what stands behind `://`; `None` for any other text. A `://` behind
+/// something else than a scheme may be one of a password.
+pub(crate) fn split_scheme(url: &str) -> Option<(&str, &str)> {
+    let is_scheme = |text: &str| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte));
+    url.split_once("://").filter(|(scheme, _)| is_scheme(scheme))
 }
 
 #[cfg(test)]
