@@ -280,7 +280,7 @@ impl Relay {
                 // The topics are blocked only if the broker as a whole answers.
                 if overtaken || self.broker_answers().await {
                     memory.progress = true;
-                    memory.blocked.extend(topics.into_iter().map(|topic| (topic, why.clone())));
+                    memory.blocked.extend(topics);
                 }
                 (why, None)
             }

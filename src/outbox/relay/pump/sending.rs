@@ -82,8 +82,8 @@ impl Pump<'_> {
             let lease = self.relay.options.lease;
             let sent = renewing(self.session.as_mut(), &mut self.checkpoint_at, lease, sending).await?;
             let Ok(sent) = sent else {
-                let why = format!("the broker's client is full for {}", humantime::format_duration(limit));
-                let topics = self.silent_topics().into_iter().map(|(topic, _)| topic).collect();
+                let why = format!("the broker's client has been full for {}", humantime::format_duration(limit));
+                let topics = self.may_fill_the_client().into_iter().map(|(topic, _)| (topic, why.clone())).collect();
                 return Err(Doubt::Silent { topics, overtaken: self.window.is_overtaken(), why });
             };
             sent.map_err(|error| self.broken(&error))?;
