@@ -183,7 +183,7 @@ enum Order {
 }
 
 /// What the task of a lane tells. `Over` ends its round: a topic of the round without an answer had
-/// no row to try.
+/// no row in it.
 #[derive(Debug)]
 enum Answer {
     There(Vec<String>),
@@ -306,13 +306,16 @@ impl Trials {
                 Answer::There(topics) => return Some((lane, TrialResult::There(topics))),
                 Answer::Over => {
                     let round = &mut self.lanes[lane];
+                    let had_rows = !round.rows.is_empty();
                     round.rows.clear();
                     let topics = round.under_way.len();
                     let was_lost = std::mem::take(&mut round.was_lost);
                     round.width = if was_lost { (topics / 2).max(1) } else { round.width.saturating_mul(2) };
                     for topic in self.lanes[lane].under_way.drain() {
-                        // Nothing was said of it: it had no row to try, for one.
-                        if pauses.is_due(&topic, Instant::now()) {
+                        // Nothing was said of it. The rows of the round may have left no room for
+                        // its own: it is due at once, before those topics are due again. In a round
+                        // without rows it had none to try.
+                        if !had_rows && pauses.is_due(&topic, Instant::now()) {
                             pauses.failed(&topic, "", false, every);
                         }
                     }
