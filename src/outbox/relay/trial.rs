@@ -514,7 +514,7 @@ pub(super) async fn see(
         return Ok(states);
     }
     let why = if missing.len() > MADE_AT_ONCE {
-        format!("it does not exist; it will be created, as will {} others", missing.len() - 1)
+        format!("it is not ready, as are {} others; those that do not exist will be created", missing.len() - 1)
     } else {
         match tokio::time::timeout(MADE_MAX, broker.declare(&missing)).await {
             Ok(Ok(())) => return publisher.topics(topics).await,
