@@ -193,8 +193,9 @@ enum Answer {
 
 #[derive(Debug, Clone)]
 enum Said {
-    Taken,
-    Message,
+    /// The broker took the row at this position, or refused it for what it is.
+    Taken(i64),
+    Message(i64),
     Blocked(String),
     Silent(String),
     /// The session was lost. `alone`: no other row was in it.
@@ -327,11 +328,10 @@ impl Trials {
                 Said::Lost { .. } => self.was_lost(topic.clone()),
                 _ => _ = self.tried.insert(topic.clone(), LOST_MAX),
             }
-            let found = match (said, position) {
-                (Said::Taken, Some(position)) => TrialResult::Taken { topic, position },
-                (Said::Message, Some(position)) => TrialResult::Message { topic, position },
-                (Said::Taken | Said::Message, None) => continue,
-                (Said::Lost { alone, why }, position) => {
+            let found = match said {
+                Said::Taken(position) => TrialResult::Taken { topic, position },
+                Said::Message(position) => TrialResult::Message { topic, position },
+                Said::Lost { alone, why } => {
                     self.lanes[lane].was_lost = true;
                     let reason = format!("its trial got no answer: {why}");
                     let by_the_row = pauses.lost(&topic, &reason, alone, every);
@@ -340,11 +340,11 @@ impl Trials {
                         None => TrialResult::Blocked { topic, reason },
                     }
                 }
-                (Said::Blocked(reason), _) => {
+                Said::Blocked(reason) => {
                     pauses.failed(&topic, &reason, false, every);
                     TrialResult::Blocked { topic, reason }
                 }
-                (Said::Silent(reason), position) => {
+                Said::Silent(reason) => {
                     // Before a row was sent, the silence may be that of any topic of the round.
                     self.lanes[lane].was_lost |= position.is_none();
                     pauses.failed(&topic, &reason, true, every);
@@ -484,8 +484,8 @@ impl Trier {
             for Settled { tag, outcome } in settled.drain(..) {
                 let Some((position, topic)) = left.remove(&tag) else { continue };
                 let said = match outcome {
-                    Ok(_) => Said::Taken,
-                    Err(Refusal::Message(_)) => Said::Message,
+                    Ok(_) => Said::Taken(position),
+                    Err(Refusal::Message(_)) => Said::Message(position),
                     Err(Refusal::Destination(why) | Refusal::Behind(why)) => Said::Blocked(why),
                     Err(Refusal::Session(why)) => {
                         doubt = Some(why.clone());

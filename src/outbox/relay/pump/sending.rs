@@ -66,10 +66,6 @@ impl Pump<'_> {
                 self.divert(row, diversion);
                 continue;
             }
-            if alone && self.memory.isolation.needs_probe() {
-                // The topic was seen in this session, which is a new one.
-                self.memory.isolation.on_probe_succeeded();
-            }
             let tag = self.window.send(&row, now);
             if alone {
                 self.alone = Some(tag);
