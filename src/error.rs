@@ -192,7 +192,7 @@ pub enum RunError {
 }
 
 /// The error that a handler returns. `?` turns any error into a retryable one, or into a transient
-/// one if its code says so.
+/// one if it is an error of a database whose code says so, or has one among its sources.
 #[derive(Debug)]
 pub struct HandlerError {
     /// The text of the handler's error.
@@ -251,11 +251,10 @@ impl std::fmt::Display for HandlerError {
 // (as anyhow does it).
 impl<E: std::error::Error + Send + Sync + 'static> From<E> for HandlerError {
     fn from(error: E) -> Self {
-        let any = &error as &dyn std::any::Any;
-        let (sql, store) = (any.downcast_ref::<sqlx::Error>(), any.downcast_ref::<StoreError>());
-        let transient = sql.is_some_and(classify::is_transient) || store.is_some_and(StoreError::is_transient);
+        let of_database = classify::OfDatabase::find(&error);
+        let transient = of_database.is_some_and(classify::OfDatabase::is_transient);
         #[cfg(feature = "consumer")]
-        let hints = hints::Hints::of(sql, store);
+        let hints = of_database.map(hints::Hints::of).unwrap_or_default();
         let mut message = String::new();
         let mut next: Option<&(dyn std::error::Error + 'static)> = Some(&error);
         while let Some(cause) = next {
@@ -325,9 +324,7 @@ pub fn words(error: &sqlx::Error) -> String {
 /// texts, everything before the last `@` is replaced.
 #[must_use]
 pub fn redact(url: &str) -> String {
-    // A `://` behind something else than a scheme may be one of a password.
-    let is_scheme = |text: &str| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte));
-    let Some((scheme, rest)) = url.split_once("://").filter(|(scheme, _)| is_scheme(scheme)) else {
+    let Some((scheme, rest)) = split_scheme(url) else {
         return url.rsplit_once('@').map_or_else(|| url.to_owned(), |(_, tail)| format!("***@{tail}"));
     };
     // The `?` may be one of a password before the host, and the `@` one of a password in the query
@@ -364,6 +361,13 @@ pub fn redact(url: &str) -> String {
         shown.push_str(&format!("?{}", pairs.join("&")));
     }
     shown
+}
+
+/// The scheme of a URL, and what stands behind `://`; `None` for any other text. A `://` behind
+/// something else than a scheme may be one of a password.
+pub(crate) fn split_scheme(url: &str) -> Option<(&str, &str)> {
+    let is_scheme = |text: &str| text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"+-.".contains(&byte));
+    url.split_once("://").filter(|(scheme, _)| is_scheme(scheme))
 }
 
 #[cfg(test)]

@@ -8,7 +8,7 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use tokio_util::sync::CancellationToken;
 
-use super::config::Settings;
+use super::config::{Secret, Settings};
 use super::exit::AppError;
 use crate::broker::Broker;
 #[cfg(feature = "kafka")]
@@ -38,7 +38,7 @@ pub fn store_kind(url: &str) -> Result<&'static str, AppError> {
         Some("sqlite") => Ok("sqlite"),
         _ => Err(AppError::usage(format!(
             "the database URL `{}` has no scheme that is known: use postgres://, mysql:// or sqlite://FILE",
-            redact(url)
+            Secret(url.to_owned()).redacted()
         ))),
     }
 }
@@ -228,7 +228,7 @@ async fn open_named(settings: &Settings, waits: Waits<'_>) -> Result<AnyBroker, 
         _ => Err(AppError::usage(format!(
             "the broker URL `{}` has no scheme that is known: use kafka://HOST:PORT, kafkas://, amqp://, amqps:// or \
              embedded://FILE",
-            redact(url)
+            settings.broker.url.redacted()
         ))),
     }
 }

@@ -48,6 +48,34 @@ fn code_of(error: &sqlx::Error) -> Option<Code<'_>> {
     error.as_database_error().and_then(code)
 }
 
+/// An error of a database, as it stands in another error.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum OfDatabase<'a> {
+    Store(&'a StoreError),
+    Sql(&'a sqlx::Error),
+    /// What `#[error(transparent)]` leaves of an error of sqlx: its source, if a database sent it.
+    Said(&'a dyn DatabaseError),
+}
+
+impl<'a> OfDatabase<'a> {
+    /// The first error of a database among an error and its sources.
+    pub(super) fn find(error: &'a (dyn std::error::Error + 'static)) -> Option<Self> {
+        std::iter::successors(Some(error), |error| error.source()).find_map(|error| {
+            let sql = || error.downcast_ref().map(Self::Sql);
+            let said = || error.downcast_ref::<Box<dyn DatabaseError>>().map(|said| Self::Said(said.as_ref()));
+            error.downcast_ref().map(Self::Store).or_else(sql).or_else(said)
+        })
+    }
+
+    pub(super) fn is_transient(self) -> bool {
+        match self {
+            Self::Store(error) => error.is_transient(),
+            Self::Sql(error) => is_transient(error),
+            Self::Said(said) => of_database(said).is_some(),
+        }
+    }
+}
+
 /// Whether the error is transient: a deadlock, a lock timeout, a lost connection, or a database
 /// that is away, full or read-only.
 #[must_use]
@@ -194,20 +222,32 @@ pub(crate) fn is_read_only(error: &sqlx::Error) -> bool {
 /// these are the same for all statements.
 #[cfg(feature = "consumer")]
 pub(crate) fn may_be_caused_by_the_statement(error: &sqlx::Error) -> bool {
-    match code_of(error) {
+    match error.as_database_error() {
+        Some(said) => may_be_of_a_statement(said),
+        None => matches!(error, sqlx::Error::Io(_) | sqlx::Error::Protocol(_)),
+    }
+}
+
+#[cfg(feature = "consumer")]
+pub(super) fn may_be_of_a_statement(error: &dyn DatabaseError) -> bool {
+    match code(error) {
         Some(Code::State(state)) => state.starts_with("08") || matches!(state, "53000" | "53200" | "53400"),
         Some(Code::MySql(number)) => {
             matches!(number, 1037 | 1038 | 1041 | 1030 | 1114 | 1152 | 1158..=1161 | 2006 | 2013)
         }
-        Some(Code::Sqlite(_)) => false,
-        None => matches!(error, sqlx::Error::Io(_) | sqlx::Error::Protocol(_)),
+        Some(Code::Sqlite(_)) | None => false,
     }
 }
 
 /// Whether a statement gave up waiting for a lock. The next try may wait as long.
 #[cfg(feature = "consumer")]
 pub(crate) fn is_lock_wait(error: &sqlx::Error) -> bool {
-    matches!(code_of(error), Some(Code::State("55P03") | Code::MySql(1205)))
+    error.as_database_error().is_some_and(says_lock_wait)
+}
+
+#[cfg(feature = "consumer")]
+pub(super) fn says_lock_wait(error: &dyn DatabaseError) -> bool {
+    matches!(code(error), Some(Code::State("55P03") | Code::MySql(1205)))
 }
 
 fn transient(error: &sqlx::Error) -> Option<Transient> {

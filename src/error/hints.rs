@@ -1,6 +1,7 @@
 //! What the consumer asks of a handler's error beside what its author says.
 
-use super::{HandlerError, StoreError, classify};
+use super::classify::{self, OfDatabase};
+use super::{HandlerError, StoreError};
 
 /// What an error says of the next try of its message.
 #[derive(Debug, Default)]
@@ -12,11 +13,13 @@ pub(super) struct Hints {
 
 impl Hints {
     /// The hints of an error of a database.
-    pub(super) fn of(sql: Option<&sqlx::Error>, store: Option<&StoreError>) -> Self {
-        let may_be_its_own =
-            sql.is_some_and(classify::may_be_caused_by_the_statement) || store.is_some_and(StoreError::may_be_its_own);
-        let late = sql.is_some_and(classify::is_lock_wait)
-            || matches!(store, Some(StoreError::Busy(error)) if classify::is_lock_wait(error));
+    pub(super) fn of(error: OfDatabase<'_>) -> Self {
+        let (may_be_its_own, late) = match error {
+            OfDatabase::Store(StoreError::Busy(error)) => (false, classify::is_lock_wait(error)),
+            OfDatabase::Store(error) => (error.may_be_its_own(), false),
+            OfDatabase::Sql(error) => (classify::may_be_caused_by_the_statement(error), classify::is_lock_wait(error)),
+            OfDatabase::Said(said) => (classify::may_be_of_a_statement(said), classify::says_lock_wait(said)),
+        };
         Self { may_be_its_own, late, of: None }
     }
 }

@@ -147,7 +147,7 @@ impl Relay {
             // delay the stop further. The lease runs out, and rows that are not marked are sent
             // again.
             () = overdue => {
-                tracing::warn!(shard = self.options.shard, "the stop took as long as it may: the lease runs out, and what was not marked is sent again");
+                tracing::warn!(shard = self.options.shard, "`shutdown_grace` is over: the lease runs out by itself, and rows that are not marked are sent again");
                 Ok(RunEnd::Stopped)
             }
         }
@@ -280,7 +280,7 @@ impl Relay {
                 // The topics are blocked only if the broker as a whole answers.
                 if overtaken || self.broker_answers().await {
                     memory.progress = true;
-                    memory.blocked.extend(topics.into_iter().map(|topic| (topic, why.clone())));
+                    memory.blocked.extend(topics);
                 }
                 (why, None)
             }

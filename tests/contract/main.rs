@@ -39,6 +39,7 @@ mod ready;
 mod relay;
 mod relay_held;
 mod relay_marks;
+mod relay_room;
 mod relay_stop;
 mod relay_stuck;
 mod retries;

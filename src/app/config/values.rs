@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
+use crate::error::{redact, split_scheme};
 use crate::time::bound::LONGEST;
 
 /// Reads a duration as people write it, such as `30s`, of at most 100 years: no instant lies so far
@@ -170,8 +171,8 @@ impl Secret {
     pub(crate) fn redacted(&self) -> String {
         if self.0.is_empty() {
             String::new()
-        } else if self.0.contains("://") {
-            crate::error::redact(&self.0)
+        } else if split_scheme(&self.0).is_some() {
+            redact(&self.0)
         } else {
             "***".to_owned()
         }
@@ -217,5 +218,6 @@ mod tests {
     fn a_secret_never_shows() {
         assert_eq!(format!("{:?}", Secret("hunter2".into())), "***");
         assert!(!format!("{:?}", Secret("amqp://a:hunter2@h/v".into())).contains("hunter2"));
+        assert_eq!(format!("{:?}", Secret("host=db password=x://hunter2".into())), "***");
     }
 }

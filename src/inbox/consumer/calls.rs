@@ -146,6 +146,7 @@ pub(super) async fn call(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::StoreError;
 
     /// `a` to `z` are keys, `_` means no key; digits are handlers, and those below 5 take sets.
     fn planned(messages: &[&str]) -> Vec<String> {
@@ -225,6 +226,43 @@ mod tests {
         fn kind(&self) -> sqlx::error::ErrorKind {
             sqlx::error::ErrorKind::Other
         }
+    }
+
+    /// An error type of a service, as `thiserror` makes it.
+    #[derive(Debug, thiserror::Error)]
+    enum OfService {
+        #[error("the balance could not be read")]
+        Balance(#[from] sqlx::Error),
+        #[error(transparent)]
+        Any(#[from] OfLedger),
+    }
+
+    #[derive(Debug, thiserror::Error)]
+    enum OfLedger {
+        #[error(transparent)]
+        Sql(sqlx::Error),
+        #[error("the entry could not be written")]
+        Store(#[source] StoreError),
+    }
+
+    /// Shown by: looking at the outermost error only, and at errors of sqlx only, each without the
+    /// next ones.
+    #[test]
+    fn r27_an_error_of_the_service_is_as_transient_as_that_of_the_database_which_it_wraps() {
+        let locked = || sqlx::Error::Database(Box::new(Locked));
+        let wrapped = HandlerError::from(OfService::from(locked()));
+        assert!(wrapped.is_transient() && wrapped.is_late());
+        assert_eq!(wrapped.message, "the balance could not be read: lock timeout (SQLSTATE 55P03)");
+        let twice = HandlerError::from(OfService::from(OfLedger::Store(StoreError::Busy(locked()))));
+        assert!(twice.is_transient() && twice.is_late());
+        let transparent = HandlerError::from(OfService::from(OfLedger::Sql(locked())));
+        assert!(transparent.is_transient() && transparent.is_late());
+        // What the error of the store says goes before what its own source says.
+        let lost = || sqlx::Error::Protocol("the end of the stream".into());
+        let committed = HandlerError::from(OfService::from(OfLedger::Store(StoreError::CommitUnknown(lost()))));
+        assert!(committed.is_transient() && !committed.may_be_its_own());
+        assert!(HandlerError::from(OfService::from(lost())).may_be_its_own());
+        assert!(!HandlerError::from(OfService::from(sqlx::Error::RowNotFound)).is_transient());
     }
 
     /// Shown by: with the first of a set to blame, it was stored as waiting without a try.

@@ -1,6 +1,6 @@
 //! How a session of the relay ends, and why.
 
-use std::collections::{BTreeSet, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use tokio::time::Instant;
 
@@ -20,10 +20,10 @@ pub(super) enum Doubt {
     Store(StoreError),
     /// The broker refused rows, and nothing more is known.
     Refused(Vec<Refused>),
-    /// Rows of these topics have been neither taken nor refused for too long. `overtaken`: rows
-    /// sent later were settled, so these topics are at fault; otherwise the whole broker may be
-    /// silent.
-    Silent { topics: Vec<String>, overtaken: bool, why: String },
+    /// Rows of these topics, each with its reason, have been neither taken nor refused for too
+    /// long. `overtaken`: rows sent later were settled, so these topics are at fault; otherwise the
+    /// whole broker may be silent.
+    Silent { topics: HashMap<String, String>, overtaken: bool, why: String },
     /// A row was refused while a later one of its key is in flight.
     Held(String),
     /// The session was lost. `row`: the position of the first unsettled row.

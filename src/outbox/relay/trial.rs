@@ -183,7 +183,7 @@ enum Order {
 }
 
 /// What the task of a lane tells. `Over` ends its round: a topic of the round without an answer had
-/// no row to try.
+/// no row in it.
 #[derive(Debug)]
 enum Answer {
     There(Vec<String>),
@@ -193,8 +193,9 @@ enum Answer {
 
 #[derive(Debug, Clone)]
 enum Said {
-    Taken,
-    Message,
+    /// The broker took the row at this position, or refused it for what it is.
+    Taken(i64),
+    Message(i64),
     Blocked(String),
     Silent(String),
     /// The session was lost. `alone`: no other row was in it.
@@ -306,13 +307,16 @@ impl Trials {
                 Answer::There(topics) => return Some((lane, TrialResult::There(topics))),
                 Answer::Over => {
                     let round = &mut self.lanes[lane];
+                    let had_rows = !round.rows.is_empty();
                     round.rows.clear();
                     let topics = round.under_way.len();
                     let was_lost = std::mem::take(&mut round.was_lost);
                     round.width = if was_lost { (topics / 2).max(1) } else { round.width.saturating_mul(2) };
                     for topic in self.lanes[lane].under_way.drain() {
-                        // Nothing was said of it: it had no row to try, for one.
-                        if pauses.is_due(&topic, Instant::now()) {
+                        // Nothing was said of it. The rows of the round may have left no room for
+                        // its own: it is due at once, before those topics are due again. In a round
+                        // without rows it had none to try.
+                        if !had_rows && pauses.is_due(&topic, Instant::now()) {
                             pauses.failed(&topic, "", false, every);
                         }
                     }
@@ -324,11 +328,10 @@ impl Trials {
                 Said::Lost { .. } => self.was_lost(topic.clone()),
                 _ => _ = self.tried.insert(topic.clone(), LOST_MAX),
             }
-            let found = match (said, position) {
-                (Said::Taken, Some(position)) => TrialResult::Taken { topic, position },
-                (Said::Message, Some(position)) => TrialResult::Message { topic, position },
-                (Said::Taken | Said::Message, None) => continue,
-                (Said::Lost { alone, why }, position) => {
+            let found = match said {
+                Said::Taken(position) => TrialResult::Taken { topic, position },
+                Said::Message(position) => TrialResult::Message { topic, position },
+                Said::Lost { alone, why } => {
                     self.lanes[lane].was_lost = true;
                     let reason = format!("its trial got no answer: {why}");
                     let by_the_row = pauses.lost(&topic, &reason, alone, every);
@@ -337,11 +340,11 @@ impl Trials {
                         None => TrialResult::Blocked { topic, reason },
                     }
                 }
-                (Said::Blocked(reason), _) => {
+                Said::Blocked(reason) => {
                     pauses.failed(&topic, &reason, false, every);
                     TrialResult::Blocked { topic, reason }
                 }
-                (Said::Silent(reason), position) => {
+                Said::Silent(reason) => {
                     // Before a row was sent, the silence may be that of any topic of the round.
                     self.lanes[lane].was_lost |= position.is_none();
                     pauses.failed(&topic, &reason, true, every);
@@ -481,8 +484,8 @@ impl Trier {
             for Settled { tag, outcome } in settled.drain(..) {
                 let Some((position, topic)) = left.remove(&tag) else { continue };
                 let said = match outcome {
-                    Ok(_) => Said::Taken,
-                    Err(Refusal::Message(_)) => Said::Message,
+                    Ok(_) => Said::Taken(position),
+                    Err(Refusal::Message(_)) => Said::Message(position),
                     Err(Refusal::Destination(why) | Refusal::Behind(why)) => Said::Blocked(why),
                     Err(Refusal::Session(why)) => {
                         doubt = Some(why.clone());
@@ -511,7 +514,7 @@ pub(super) async fn see(
         return Ok(states);
     }
     let why = if missing.len() > MADE_AT_ONCE {
-        format!("it does not exist; it will be created, as will {} others", missing.len() - 1)
+        format!("it is not ready, as are {} others; those that do not exist will be created", missing.len() - 1)
     } else {
         match tokio::time::timeout(MADE_MAX, broker.declare(&missing)).await {
             Ok(Ok(())) => return publisher.topics(topics).await,

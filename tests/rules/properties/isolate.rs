@@ -9,8 +9,6 @@ use proptest::prelude::*;
 enum Step {
     /// A session ends at one of three rows.
     End(i64),
-    /// A probe on a fresh session succeeds.
-    Probe,
     /// A row is proven after all.
     Settled(i64),
 }
@@ -18,7 +16,6 @@ enum Step {
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         8 => (0_i64..3).prop_map(Step::End),
-        3 => Just(Step::Probe),
         1 => (0_i64..3).prop_map(Step::Settled),
     ]
 }
@@ -26,32 +23,24 @@ fn step() -> impl Strategy<Value = Step> {
 /// What the rule counts of one row.
 #[derive(Debug, Default)]
 struct Told {
-    /// Sessions that ended at it, of whatever kind counts.
+    /// Sessions that ended at it among others.
     ends: u32,
-    /// Sessions that it ended alone, with a successful probe since the one before.
+    /// Sessions that it ended alone.
     ends_alone: u32,
-    probed: bool,
 }
 
 proptest! {
     #![proptest_config(super::cases(3_000))]
 
-    /// Shown by: ends alone that counted without a probe between them.
+    /// Shown by: ends among others that counted as ends alone.
     #[test]
-    fn r16_a_row_is_dead_only_by_three_ends_alone_with_a_probe_between(
+    fn r16_a_row_is_dead_only_by_three_ends_alone(
         steps in prop::collection::vec(step(), 0..80),
     ) {
         let mut isolation = Isolation::default();
         let mut told: BTreeMap<i64, Told> = BTreeMap::new();
         for step in steps {
             match step {
-                Step::Probe => {
-                    if let Some(row) = isolation.alone() {
-                        told.entry(row).or_default().probed = true;
-                    }
-                    isolation.on_probe_succeeded();
-                    prop_assert!(!isolation.needs_probe());
-                }
                 Step::Settled(row) => {
                     isolation.on_settled(row);
                     told.remove(&row);
@@ -60,13 +49,8 @@ proptest! {
                     let alone = isolation.alone() == Some(row);
                     let counts = told.entry(row).or_default();
                     counts.ends += u32::from(!alone);
-                    if alone {
-                        prop_assert!(counts.ends >= 2, "isolated only after two ends at it");
-                        if counts.ends_alone == 0 || counts.probed {
-                            counts.ends_alone += 1;
-                            counts.probed = false;
-                        }
-                    }
+                    counts.ends_alone += u32::from(alone);
+                    prop_assert!(!alone || counts.ends >= 2, "isolated only after two ends at it");
                     let is_dead = alone && counts.ends_alone >= 3;
                     prop_assert_eq!(isolation.on_session_end(row), is_dead, "alone: {} {:?}", alone, counts);
                     if is_dead {

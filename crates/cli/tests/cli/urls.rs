@@ -5,13 +5,16 @@ use std::path::Path;
 
 use crate::kit::{Done, Place, SECRET};
 
+/// Shown by: leaving a text that is no URL as it is.
 #[test]
 fn a_database_url_that_cannot_be_used_says_how_one_is_written() {
     let place = Place::new();
     let directory = format!("sqlite://{}", place.path().display());
     for (url, words) in [
         ("redis://app:hunter2-secret@h/0", &["redis://app:***@h/0", "postgres://, mysql:// or sqlite://FILE"][..]),
-        ("nonsense", &["`nonsense`", "no scheme that is known"]),
+        ("nonsense", &["database URL `***`", "no scheme that is known"]),
+        ("host=h user=app password=hunter2-secret", &["database URL `***`", "no scheme that is known"]),
+        ("app:x@hunter2-secret", &["database URL `***`", "no scheme that is known"]),
         ("", &["no scheme that is known"]),
         ("postgres:app:hunter2-secret@h/db", &["postgres://USER:PASSWORD@HOST:PORT/DATABASE"]),
         ("postgres://app:hunter2-secret@h:port/db", &["postgres://app:***@h:port/db", "invalid port number"]),
@@ -56,7 +59,8 @@ fn a_broker_url_that_cannot_be_used_says_how_one_is_written() {
             "redis://app:hunter2-secret@h/0",
             &["redis://app:***@h/0", "kafka://HOST:PORT", "amqp://", "embedded://FILE"][..],
         ),
-        ("nonsense", &["`nonsense`", "no scheme that is known"]),
+        ("nonsense", &["broker URL `***`", "no scheme that is known"]),
+        ("username=app password=hunter2-secret", &["broker URL `***`", "no scheme that is known"]),
         ("kafka:app:hunter2-secret@h", &["`kafka://HOST:PORT` is expected"]),
         ("kafka://app:hunter2-secret@h:port", &["kafka://app:***@h:port", "no port (1 to 65535)"]),
         ("kafka://:hunter2-secret@h:1", &["user name before `@` is empty"]),

@@ -10,7 +10,9 @@ impl Pump<'_> {
     pub(super) fn full(&self) -> Option<String> {
         let held = self.diverted.len();
         if self.not_loaded || held >= self.relay.options.held_rows_max {
-            return Some(format!("{held} dead and held messages, `held_rows_max` reached: nothing more is read"));
+            return Some(format!(
+                "{held} dead and held messages, `held_rows_max` reached: nothing more is read; see `oncebox dead list`"
+            ));
         }
         self.too_many_dead.then(|| self.too_many_dead())
     }

@@ -355,7 +355,7 @@ impl Pump<'_> {
         // At most half of a window; the other half is for rows that are read.
         let width = self.release.width.min(self.relay.options.window_rows / 2).max(1);
         let room = width.saturating_sub(self.diverted.on_way()).min(self.room());
-        if room < width.div_ceil(2) {
+        if room < width.div_ceil(2) || self.window.bytes() >= self.relay.options.window_bytes {
             // Wait until several fit: each look goes through the table from its beginning.
             return Ok(false);
         }

@@ -66,10 +66,6 @@ impl Pump<'_> {
                 self.divert(row, diversion);
                 continue;
             }
-            if alone && self.memory.isolation.needs_probe() {
-                // The topic was seen in this session, which is a new one.
-                self.memory.isolation.on_probe_succeeded();
-            }
             let tag = self.window.send(&row, now);
             if alone {
                 self.alone = Some(tag);
@@ -82,8 +78,8 @@ impl Pump<'_> {
             let lease = self.relay.options.lease;
             let sent = renewing(self.session.as_mut(), &mut self.checkpoint_at, lease, sending).await?;
             let Ok(sent) = sent else {
-                let why = format!("the broker's client is full for {}", humantime::format_duration(limit));
-                let topics = self.silent_topics().into_iter().map(|(topic, _)| topic).collect();
+                let why = format!("the broker's client has been full for {}", humantime::format_duration(limit));
+                let topics = self.may_fill_the_client().into_iter().map(|(topic, _)| (topic, why.clone())).collect();
                 return Err(Doubt::Silent { topics, overtaken: self.window.is_overtaken(), why });
             };
             sent.map_err(|error| self.broken(&error))?;

@@ -68,14 +68,31 @@ impl Pump<'_> {
         let began = |silence: Duration| silence >= limit.max(longest / 2);
         let topics: Vec<String> = silent.into_iter().filter(|one| began(one.1)).map(|one| one.0).collect();
         let limit = humantime::format_duration(limit);
-        let why = format!("the broker has neither taken nor refused messages of {} for {limit}", named(&topics));
+        let said = |of: String| format!("the broker has neither taken nor refused messages of {of} for {limit}");
+        let why = said(named(&topics));
+        let with_reason = |topic: String| {
+            let why = said(named(std::slice::from_ref(&topic)));
+            (topic, why)
+        };
+        let topics = topics.into_iter().map(with_reason).collect();
         Err(Doubt::Silent { topics, overtaken, why })
     }
 
     /// Topics whose oldest row in flight has waited for `KEPT_WAITING_MAX`, with that time.
-    pub(super) fn silent_topics(&self) -> Vec<(String, Duration)> {
+    fn silent_topics(&self) -> Vec<(String, Duration)> {
         let mut silent = self.window.silence(self.clock, self.goes_in_turn());
         silent.retain(|(_, silence)| *silence >= KEPT_WAITING_MAX);
+        silent
+    }
+
+    /// Topics that may be the reason why the broker's client takes no rows. Where none was silent
+    /// before, it may be each one with a row in flight, and their trials tell them apart: with no
+    /// topic held, the next session would fill its client in the same way.
+    pub(super) fn may_fill_the_client(&self) -> Vec<(String, Duration)> {
+        let silent = self.silent_topics();
+        if silent.is_empty() && self.publisher.blocked().is_none() {
+            return self.window.silence(self.clock, false);
+        }
         silent
     }
 }
