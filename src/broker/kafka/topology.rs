@@ -401,7 +401,9 @@ fn wait_until_ready(asker: &Asker, topics: Vec<&str>) -> Result<(), BrokerError>
         match not_ready.first() {
             None => return Ok(()),
             Some((topic, reason)) if Instant::now() >= end => {
-                return Err(BrokerError::Destination(format!("kafka topic `{topic}` was created, but is not ready: {reason}")));
+                return Err(BrokerError::Destination(format!(
+                    "kafka topic `{topic}` was created, but is not ready: {reason}"
+                )));
             }
             Some(_) => left = not_ready.into_iter().map(|(topic, _)| topic).collect(),
         }
