@@ -260,6 +260,16 @@ async fn a_standby_and_row_security_are_refused() {
 #[tokio::test]
 async fn a_default_partition_that_was_dropped_is_told() {
     with_database("a_default_partition_that_was_dropped_is_told", |database| async move {
+        let partitions = async || {
+            let findings = database.store.check().await.unwrap();
+            findings.into_iter().find(|finding| finding.name == "partitions").unwrap().severity
+        };
+        assert_eq!(partitions().await, Severity::Ok);
+        let in_default = "insert into oncebox.idempotency_body values ('', 1, now() + interval '99 days', '', '', 0)";
+        database.run(in_default).await;
+        assert_eq!(partitions().await, Severity::Warning, "bodies for whose end no range was made");
+        database.run("drop table oncebox.idempotency_body_default").await;
+        assert_eq!(partitions().await, Severity::Refused);
         database.run("drop table oncebox.outbox_default").await;
         let findings = database.store.check().await.unwrap();
         assert_eq!(refused(&findings), ["partitions"]);

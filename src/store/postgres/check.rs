@@ -166,15 +166,10 @@ async fn columns(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreErr
 }
 
 async fn default_partitions(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
-    let there: bool = sqlx::query_scalar(
-        "select count(*) = 2 from pg_partitioned_table p where p.partdefid <> 0
-          and p.partrelid in ('oncebox.outbox'::regclass, 'oncebox.inbox_timed'::regclass)",
-    )
-    .one(&mut *connection)
-    .await?;
-    let outran: i64 = sqlx::query_scalar(
-        "select coalesce(pg_relation_size(to_regclass('oncebox.outbox_default')), 0)
-              + coalesce(pg_relation_size(to_regclass('oncebox.inbox_timed_default')), 0)",
+    let (there, outran): (bool, i64) = sqlx::query_as(
+        "select count(*) >= 2 and bool_and(p.partdefid <> 0), coalesce(sum(pg_relation_size(nullif(p.partdefid, 0))), 0)::bigint
+           from pg_partitioned_table p
+          where p.partrelid in ('oncebox.outbox'::regclass, 'oncebox.inbox_timed'::regclass, to_regclass('oncebox.idempotency_body'))",
     )
     .one(connection)
     .await?;
@@ -190,7 +185,7 @@ async fn default_partitions(connection: &mut Bounded<Postgres>) -> Result<Findin
             format!(
                 "{bytes} bytes stand in DEFAULT partitions: no range was made in time, or ids lie outside of all ranges"
             ),
-            "let a publisher and a consumer run as the owner of the schema oncebox; they make ranges ahead",
+            "let publisher, consumer and services with operations run as the owner of the schema oncebox; they make ranges ahead",
         ),
     })
 }
