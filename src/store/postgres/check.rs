@@ -14,6 +14,8 @@ use crate::store::schema::LOST_AT_FAILOVER;
 
 pub(super) async fn findings(store: &PostgresStore) -> Result<Vec<Finding>, StoreError> {
     let mut connection = store.pool.dedicated().await?;
+    // What is on the path is printed without its schema, and compared with what a migration wrote.
+    sqlx::raw_sql("set search_path = pg_catalog, pg_temp").run(&mut connection).await?;
     let mut findings = vec![server_version(&mut connection).await?];
     findings.extend(server_settings(&mut connection).await?);
     findings.push(standbys(&mut connection).await?);
