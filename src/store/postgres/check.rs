@@ -133,7 +133,8 @@ async fn sequence(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreEr
         _ => Finding::refused(
             "outbox sequence",
             format!(
-                "cache {cache}, increment {increment}, cycle {cycles}, owned by a column: {is_owned}: positions are not drawn in the order of time"
+                "cache {cache}, increment {increment}, cycle {cycles}, owned by a column: {is_owned}: positions are not drawn in the \
+                 order of time, or the sequence goes with its column"
             ),
             "alter sequence oncebox.outbox_position_seq increment 1 cache 1 no cycle owned by none",
         ),
@@ -207,7 +208,8 @@ async fn truncate_triggers(connection: &mut Bounded<Postgres>) -> Result<Finding
             "truncate",
             format!("no trigger refuses TRUNCATE of {}", tables.join(", ")),
             format!(
-                "create trigger refuse_truncate before truncate on {} for each statement execute function oncebox.refuse_truncate()",
+                "drop trigger if exists refuse_truncate on {0}; create trigger refuse_truncate before truncate on {0} \
+                 for each statement execute function oncebox.refuse_truncate()",
                 tables[0]
             ),
         ),

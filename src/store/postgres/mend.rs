@@ -67,7 +67,8 @@ async fn within(connection: &mut Bounded<Postgres>, context: &ActContext) -> Res
     {
         return Err(match code(&error).as_deref() {
             Some("55P03") => StoreError::Refused(
-                "transactions that write the outbox stay open: stop the writers, end prepared transactions, then try again"
+                "transactions that write the outbox stay open, or a relay holds its row of oncebox.shard: stop the writers and \
+                 the publishers, end prepared transactions, then try again"
                     .to_owned(),
             ),
             _ => error.into(),
