@@ -55,7 +55,9 @@ pub(super) async fn sequence(store: &PostgresStore, context: &ActContext) -> Res
     let mended = within(&mut connection, context).await;
     match &mended {
         Ok(mended) if !mended.is_empty() && !context.dry_run => connection.commit().await?,
-        _ => connection.rollback().await?,
+        Ok(_) => connection.rollback().await?,
+        // It ends with the connection, which may be broken: this error says why.
+        Err(_) => {}
     }
     connection.close().await;
     mended
