@@ -74,11 +74,16 @@ async fn server_settings(connection: &mut Bounded<Postgres>) -> Result<Vec<Findi
     Ok(findings)
 }
 
-/// Asynchronous standbys: one that is promoted lacks the primary's last commits.
+/// Asynchronous standbys: one that is promoted lacks the primary's last commits. Readers of logical
+/// changes and copies under way are none. Our own sessions raise `synchronous_commit`, so it is
+/// read as the sessions of applications get it.
 async fn standbys(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let (standbys, names, commit): (i64, String, String) = sqlx::query_as(
-        "select (select count(*) from pg_stat_replication), current_setting('synchronous_standby_names'),
-                current_setting('synchronous_commit')",
+        "select (select count(*) from pg_stat_replication r
+                  where r.state is distinct from 'backup' and r.application_name is distinct from 'pg_basebackup'
+                    and not exists (select 1 from pg_replication_slots s where s.active_pid = r.pid and s.slot_type = 'logical')),
+                current_setting('synchronous_standby_names'),
+                (select reset_val from pg_settings where name = 'synchronous_commit')",
     )
     .one(connection)
     .await?;
