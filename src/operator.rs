@@ -451,7 +451,8 @@ pub struct AuditEntry {
 pub struct LockWait {
     /// Its id on the server.
     pub connection: String,
-    /// The beginning of the statement that waits, as the server shows it.
+    /// The first 100 characters of the statement that waits. Values that stand in its text are
+    /// shown; bound ones are not.
     pub statement: String,
     /// For how long, seconds.
     pub seconds: f64,

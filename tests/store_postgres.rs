@@ -2,6 +2,9 @@
 #![cfg(feature = "postgres")]
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/observed.rs"]
+#[allow(dead_code)]
+mod observed;
 #[path = "support/postgres.rs"]
 mod postgres;
 #[path = "support/proxy.rs"]
@@ -16,6 +19,8 @@ mod conformance;
 mod connections;
 #[path = "store_postgres/doors.rs"]
 mod doors;
+#[path = "store_postgres/operator.rs"]
+mod operator;
 #[path = "store_postgres/plans.rs"]
 mod plans;
 #[path = "store_postgres/schema.rs"]

@@ -300,6 +300,23 @@ comment on index oncebox.audit_message_id is 'serves explain: acts by message id
 
 -- Batches ---------------------------------------------------------------------------------------------------------------------
 
+-- Which of some timed ids have a row. They come sorted. The bounds leave out partitions, and the plan is made for them each time: a
+-- plan for all values would lock each partition and its index, in every batch, and there are more of them every day where no row is
+-- ever purged. That would fill the server's table of locks. Each id is one index lookup.
+create function oncebox.timed_rows(consumer integer, ids uuid[]) returns table (message_id uuid, content_hash uuid)
+language plpgsql volatile set plan_cache_mode = force_custom_plan set enable_seqscan = off set search_path = pg_catalog, pg_temp as $$
+declare
+  lowest uuid := ids[1];
+  highest uuid := ids[cardinality(ids)];
+begin
+  return query
+    select i.message_id, i.content_hash from unnest(ids) g (id) cross join lateral (
+      select t.message_id, t.content_hash from oncebox.inbox_timed t
+       where t.consumer_id = consumer and t.message_id = g.id and t.message_id between lowest and highest limit 1) i;
+end
+$$;
+comment on function oncebox.timed_rows(integer, uuid[]) is 'the inbox rows of some timed ids, which come sorted';
+
 -- What every batch asks first, in one call: which ids are new, and what stands in their way. The insert is the first statement;
 -- each later one sees what a transaction has committed for which the insert waited. Ids come sorted. No plan depends on the values,
 -- so none is made for them; and each looks rows up by an index, also one that was made while the tables were empty.
@@ -325,14 +342,13 @@ begin
       on conflict do nothing returning message_id)
     select coalesce(array_agg(new.message_id), '{}') into new_untimed from new;
   end if;
-  -- Each id is one index lookup: a plan for `= any` that was made while the table was empty, or without statistics, reads all of
-  -- it when it is large.
   if cardinality(new_timed) < cardinality(timed) then
     select array_agg(g.id), array_agg(i.content_hash) into old_ids, old_hashes
-      from unnest(timed) g (id) left join lateral (
-        select t.content_hash from oncebox.inbox_timed t where t.consumer_id = consumer and t.message_id = g.id limit 1) i on true
+      from unnest(timed) g (id) left join oncebox.timed_rows(consumer, timed) i on i.message_id = g.id
      where g.id <> all (new_timed);
   end if;
+  -- Each id is one index lookup: a plan for `= any` that was made while the table was empty, or without statistics, reads all of
+  -- it when it is large.
   if cardinality(new_untimed) < cardinality(untimed) then
     select old_ids || array_agg(g.id), old_hashes || array_agg(i.content_hash) into old_ids, old_hashes
       from unnest(untimed) g (id) left join lateral (

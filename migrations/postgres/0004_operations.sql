@@ -122,8 +122,8 @@ comment on column oncebox.idempotency_request.answer_status is 'HTTP status, or 
 comment on column oncebox.idempotency_request.schema_version is 'version of the schema that the body was written in';
 comment on column oncebox.idempotency_request.body is 'kept: here or in idempotency_body until body_expires_at; reference: the resource; oversize, stream, withheld, purged: not kept, and never made by a second run';
 comment on column oncebox.idempotency_request.body_expires_at is 'until when the body is kept; after it, the body counts as purged';
-comment on column oncebox.idempotency_request.body_headers is 'headers of a small answer, as in idempotency_body: one read replays it';
-comment on column oncebox.idempotency_request.body_bytes is 'bytes of a small answer';
+comment on column oncebox.idempotency_request.body_headers is 'headers of an answer that is small, or kept for more than 32 days, as in idempotency_body: one read replays it';
+comment on column oncebox.idempotency_request.body_bytes is 'bytes of such an answer';
 comment on column oncebox.idempotency_request.body_format is 'how both are written; null: the body is in idempotency_body, or its life is over, or there is none';
 comment on column oncebox.idempotency_request.body_kid is 'id of the key that encrypted it; null: not encrypted';
 comment on column oncebox.idempotency_request.kept_bytes is 'how many bytes headers and body take, here or in idempotency_body, until body_expires_at; null: there are none, or they are gone';
@@ -132,12 +132,12 @@ comment on column oncebox.idempotency_request.resource_id is 'its id';
 comment on column oncebox.idempotency_request.resource_location is 'its URL';
 comment on column oncebox.idempotency_request.error_code is 'code of the failure';
 comment on index oncebox.idempotency_request_pkey is 'serves every claim, look and fenced write: the unique key is the arbiter';
-comment on index oncebox.idempotency_request_body is 'serves the expiry of small bodies, oldest end first';
+comment on index oncebox.idempotency_request_body is 'serves the expiry of bodies in this row, oldest end first';
 comment on index oncebox.idempotency_request_kept is 'serves quotas: what is kept for a tenant, from the index alone';
 comment on index oncebox.idempotency_request_operation is 'serves the purge: one operation, oldest outcome first; and what has no outcome, which stands behind each operation: counts, lists, quotas of tenants, and what a sweep ends or asks for, the longest unchanged first';
 
 -- Bodies of answers that are too large for the row of their claim, range-partitioned by the end of their life so that old ones go whole. Its own life: the claim, which stays
--- unique, cannot be partitioned by time. The DEFAULT partition takes bodies kept longer than ranges are made ahead.
+-- unique, cannot be partitioned by time. The DEFAULT partition takes bodies for whose end no range was made in time; those kept for more than 32 days are in the row of their claim.
 create table oncebox.idempotency_body (
   key_digest  bytea not null,
   epoch       bigint not null,
@@ -149,7 +149,7 @@ create table oncebox.idempotency_body (
   constraint idempotency_body_pkey primary key (key_digest, epoch, expires_at)
 ) partition by range (expires_at);
 create index idempotency_body_expires_at on oncebox.idempotency_body (expires_at);
-comment on table oncebox.idempotency_body is 'headers and bytes of stored answers beyond 2 KiB, until their own end';
+comment on table oncebox.idempotency_body is 'headers and bytes of stored answers beyond 2 KiB that are kept for up to 32 days, until their own end';
 comment on column oncebox.idempotency_body.key_digest is 'as in idempotency_request';
 comment on column oncebox.idempotency_body.epoch is 'epoch of the run that completed with it';
 comment on column oncebox.idempotency_body.expires_at is 'end of its life: body_expires_at of the request';

@@ -116,8 +116,8 @@ pub struct Mark {
     /// Rows of the dead and held table whose state or reason changes (a released row that was
     /// refused again). It ends a request to redrive the row, not one to discard it.
     pub changed: Vec<(i64, Diversion)>,
-    /// Rows of that table that an operator discarded. They leave it; that they were discarded stays
-    /// recorded until their partition is dropped.
+    /// Rows of that table that an operator discarded. They leave it. Where the outbox keeps proven
+    /// rows (PostgreSQL), a decision stays recorded until their outbox rows are freed.
     pub discarded: Vec<i64>,
 }
 

@@ -474,7 +474,7 @@ async fn s1_another_authority_and_another_name_are_refused() {
 #[tokio::test]
 async fn of_several_hosts_the_primary_is_used_also_after_a_failover() {
     let test = "of_several_hosts_the_primary_is_used_also_after_a_failover";
-    let Some(mut primary) = Server::start(test, "wal_level = replica").await else { return };
+    let Some(mut primary) = Server::start(test, "wal_level = logical").await else { return };
     let standby = primary.standby().await;
     let address = |server: &Server| server.url().split(['@', '/']).nth(3).unwrap().to_owned();
     let (first, second) = (address(&standby), address(&primary));
@@ -485,6 +485,7 @@ async fn of_several_hosts_the_primary_is_used_also_after_a_failover() {
     };
     assert_eq!(port().await.unwrap(), second.rsplit_once(':').unwrap().1);
     store.migrate().await.unwrap();
+    crate::operator::standbys_are_told(&primary).await;
     primary.kill();
     let mut there = PgConnection::connect(&standby.url()).await.unwrap();
     let promoted: bool = sqlx::query_scalar("select pg_promote()").fetch_one(&mut there).await.unwrap();

@@ -255,11 +255,34 @@ async fn a_standby_and_row_security_are_refused() {
     .await;
 }
 
+/// A name on the path is printed without its schema. Shown to fail: with the path of the database
+/// (the defaults of the outbox "were changed").
+#[tokio::test]
+async fn a_search_path_with_our_schema_is_no_reason_to_refuse() {
+    with_database("a_search_path_with_our_schema_is_no_reason_to_refuse", |database| async move {
+        database.run(&format!("alter database {} set search_path = oncebox, public", database.name)).await;
+        let store = database.another_store().await;
+        assert_eq!(refused(&store.check().await.unwrap()), Vec::<&str>::new());
+        store.close().await;
+    })
+    .await;
+}
+
 /// Shown to fail by asking for the size of the table by its name: the check ended with an error of
 /// the server, and nothing else was looked at.
 #[tokio::test]
 async fn a_default_partition_that_was_dropped_is_told() {
     with_database("a_default_partition_that_was_dropped_is_told", |database| async move {
+        let partitions = async || {
+            let findings = database.store.check().await.unwrap();
+            findings.into_iter().find(|finding| finding.name == "partitions").unwrap().severity
+        };
+        assert_eq!(partitions().await, Severity::Ok);
+        let in_default = "insert into oncebox.idempotency_body values ('', 1, now() + interval '99 days', '', '', 0)";
+        database.run(in_default).await;
+        assert_eq!(partitions().await, Severity::Warning, "bodies for whose end no range was made");
+        database.run("drop table oncebox.idempotency_body_default").await;
+        assert_eq!(partitions().await, Severity::Refused);
         database.run("drop table oncebox.outbox_default").await;
         let findings = database.store.check().await.unwrap();
         assert_eq!(refused(&findings), ["partitions"]);

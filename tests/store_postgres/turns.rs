@@ -54,6 +54,36 @@ pub(crate) fn consumer_spec() -> ConsumerSpec {
     ConsumerSpec { name: "ledger".into(), id_rule: "envelope".into(), accept: false }
 }
 
+/// Where nothing is purged there is a partition more every day. Shown by: one plan for all values,
+/// in the proof, and in what a batch with a known id reads (each partition is locked).
+#[tokio::test]
+async fn a_batch_locks_no_partition_of_another_time() {
+    with_database("a_batch_locks_no_partition_of_another_time", |database| async move {
+        let past = "select oncebox.attach_inbox_range(day, day + interval '1 day')
+            from generate_series(date_trunc('day', now() at time zone 'UTC') at time zone 'UTC' - interval '50 days',
+                                 date_trunc('day', now() at time zone 'UTC') at time zone 'UTC' - interval '2 days', interval '1 day') day";
+        database.run(past).await;
+        let locked = "select count(distinct relation) from pg_locks where pid <> pg_backend_pid()
+            and database = (select oid from pg_database where datname = current_database())
+            and relation in (select relid from pg_partition_tree('oncebox.inbox_timed') where isleaf)";
+        let consumer = database.store.register(&consumer_spec()).await.unwrap();
+        let entry = || InboxEntry { id: MessageId::new(), hash: [1; 16] };
+        let known = entry();
+        for run in 0..RUNS {
+            let mut tx = database.store.begin(consumer).await.unwrap();
+            let stood = tx.admit(&[known, entry()]).await.unwrap();
+            assert_eq!(stood, [(run > 0).then_some([1; 16]), None]);
+            let admitted: i64 = database.value(locked).await;
+            assert_eq!(tx.prove().await.unwrap(), Proof::Same);
+            let proven: i64 = database.value(locked).await;
+            tx.commit().await.unwrap();
+            // At midnight ids of two days.
+            assert!(admitted <= 2 && proven <= 2, "{admitted} partitions locked, {proven} after the proof");
+        }
+    })
+    .await;
+}
+
 /// A batch with new and known ids, and its proof.
 async fn batch(store: &PostgresStore, consumer: ConsumerId) {
     let timed = (0..50).map(|_| Uuid::now_v7());

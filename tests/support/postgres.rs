@@ -283,7 +283,7 @@ impl Server {
     }
 
     /// The server refuses to run as root.
-    fn command(&self, program: &str) -> Command {
+    pub(crate) fn command(&self, program: &str) -> Command {
         let program = self.bin.join(program);
         if !is_root() {
             return Command::new(program);

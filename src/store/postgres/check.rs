@@ -14,6 +14,8 @@ use crate::store::schema::LOST_AT_FAILOVER;
 
 pub(super) async fn findings(store: &PostgresStore) -> Result<Vec<Finding>, StoreError> {
     let mut connection = store.pool.dedicated().await?;
+    // What is on the path is printed without its schema, and compared with what a migration wrote.
+    sqlx::raw_sql("set search_path = pg_catalog, pg_temp").run(&mut connection).await?;
     let mut findings = vec![server_version(&mut connection).await?];
     findings.extend(server_settings(&mut connection).await?);
     findings.push(standbys(&mut connection).await?);
@@ -72,11 +74,16 @@ async fn server_settings(connection: &mut Bounded<Postgres>) -> Result<Vec<Findi
     Ok(findings)
 }
 
-/// Asynchronous standbys: one that is promoted lacks the primary's last commits.
+/// Asynchronous standbys: one that is promoted lacks the primary's last commits. Readers of logical
+/// changes and copies under way are none. Our own sessions raise `synchronous_commit`, so it is
+/// read as the sessions of applications get it.
 async fn standbys(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
     let (standbys, names, commit): (i64, String, String) = sqlx::query_as(
-        "select (select count(*) from pg_stat_replication), current_setting('synchronous_standby_names'),
-                current_setting('synchronous_commit')",
+        "select (select count(*) from pg_stat_replication r
+                  where r.state is distinct from 'backup' and r.application_name is distinct from 'pg_basebackup'
+                    and not exists (select 1 from pg_replication_slots s where s.active_pid = r.pid and s.slot_type = 'logical')),
+                current_setting('synchronous_standby_names'),
+                (select reset_val from pg_settings where name = 'synchronous_commit')",
     )
     .one(connection)
     .await?;
@@ -131,7 +138,8 @@ async fn sequence(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreEr
         _ => Finding::refused(
             "outbox sequence",
             format!(
-                "cache {cache}, increment {increment}, cycle {cycles}, owned by a column: {is_owned}: positions are not drawn in the order of time"
+                "cache {cache}, increment {increment}, cycle {cycles}, owned by a column: {is_owned}: positions are not drawn in the \
+                 order of time, or the sequence goes with its column"
             ),
             "alter sequence oncebox.outbox_position_seq increment 1 cache 1 no cycle owned by none",
         ),
@@ -166,15 +174,10 @@ async fn columns(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreErr
 }
 
 async fn default_partitions(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
-    let there: bool = sqlx::query_scalar(
-        "select count(*) = 2 from pg_partitioned_table p where p.partdefid <> 0
-          and p.partrelid in ('oncebox.outbox'::regclass, 'oncebox.inbox_timed'::regclass)",
-    )
-    .one(&mut *connection)
-    .await?;
-    let outran: i64 = sqlx::query_scalar(
-        "select coalesce(pg_relation_size(to_regclass('oncebox.outbox_default')), 0)
-              + coalesce(pg_relation_size(to_regclass('oncebox.inbox_timed_default')), 0)",
+    let (there, outran): (bool, i64) = sqlx::query_as(
+        "select count(*) >= 2 and bool_and(p.partdefid <> 0), coalesce(sum(pg_relation_size(nullif(p.partdefid, 0))), 0)::bigint
+           from pg_partitioned_table p
+          where p.partrelid in ('oncebox.outbox'::regclass, 'oncebox.inbox_timed'::regclass, to_regclass('oncebox.idempotency_body'))",
     )
     .one(connection)
     .await?;
@@ -190,7 +193,7 @@ async fn default_partitions(connection: &mut Bounded<Postgres>) -> Result<Findin
             format!(
                 "{bytes} bytes stand in DEFAULT partitions: no range was made in time, or ids lie outside of all ranges"
             ),
-            "let a publisher and a consumer run as the owner of the schema oncebox; they make ranges ahead",
+            "let publisher, consumer and services with operations run as the owner of the schema oncebox; they make ranges ahead",
         ),
     })
 }
@@ -210,7 +213,8 @@ async fn truncate_triggers(connection: &mut Bounded<Postgres>) -> Result<Finding
             "truncate",
             format!("no trigger refuses TRUNCATE of {}", tables.join(", ")),
             format!(
-                "create trigger refuse_truncate before truncate on {} for each statement execute function oncebox.refuse_truncate()",
+                "drop trigger if exists refuse_truncate on {0}; create trigger refuse_truncate before truncate on {0} \
+                 for each statement execute function oncebox.refuse_truncate()",
                 tables[0]
             ),
         ),

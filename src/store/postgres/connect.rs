@@ -96,7 +96,7 @@ fn connect_options(shown: &str, url: &str, options: &StoreOptions) -> Result<PgC
             "target_session_attrs" if matches!(&*value, "primary" | "read-write") => {}
             "target_session_attrs" => {
                 return Err(refused(format!(
-                    "asks for `{value}`: only the primary can be used, it is always looked for"
+                    "asks for `{value}`: only a server that takes writes can be used; leave it out"
                 )));
             }
             _ => {}
@@ -217,7 +217,7 @@ mod tests {
             ("postgres://app:s3cret@a,,b/x", "a host between commas is empty"),
             ("postgres://app:s3cret@a:1,b:x/x", "invalid port number"),
             ("postgres://app:s3cret@h/x?host=a,b", "several hosts in its query"),
-            ("postgres://app:s3cret@a,b/x?target_session_attrs=any", "only the primary"),
+            ("postgres://app:s3cret@a,b/x?target_session_attrs=any", "only a server that takes writes"),
         ] {
             let error = hosts(&StoreOptions::new(url)).err().unwrap().to_string();
             assert!(error.contains(why) && !error.contains("s3cret"), "{error}");

@@ -56,36 +56,22 @@ const ADMIT: &str = "\
 select old_ids, old_hashes, blocked, purged_until, began_at, id_skew, witness \
   from oncebox.admit($1, $2, $3, $4, $5, $6)";
 
-/// The end of a statement, from the word `from` on: the rows `i` of some ids. Each id is one index
-/// lookup: a plan for `= any` that was made while the table was empty, or without statistics, reads
-/// all of it when it is large.
-macro_rules! of_ids {
-    ($table:literal, $ids:literal) => {
+/// The end of a statement, from the word `from` on: the rows of some ids without time. Each id is
+/// one index lookup: a plan for `= any` that was made while the table was empty, or without
+/// statistics, reads all of it when it is large.
+macro_rules! untimed {
+    ($ids:literal) => {
         concat!(
             " from unnest($",
             $ids,
-            "::uuid[]) g (id) cross join lateral (select i.message_id from oncebox.",
-            $table,
-            " i where i.consumer_id = $1 and i.message_id = g.id limit 1) i"
+            "::uuid[]) g (id) cross join lateral (select i.message_id from oncebox.inbox_untimed i \
+               where i.consumer_id = $1 and i.message_id = g.id limit 1) i"
         )
     };
 }
 
-const KNOWN_TIMED: &str = concat!("select i.message_id", of_ids!("inbox_timed", "2"));
-const KNOWN_UNTIMED: &str = concat!("select i.message_id", of_ids!("inbox_untimed", "2"));
-
-/// How many of our rows are there.
-macro_rules! ours {
-    () => {
-        concat!(
-            "(select count(*)",
-            of_ids!("inbox_timed", "2"),
-            ") + (select count(*)",
-            of_ids!("inbox_untimed", "3"),
-            ")"
-        )
-    };
-}
+const KNOWN_TIMED: &str = "select message_id from oncebox.timed_rows($1, $2)";
+const KNOWN_UNTIMED: &str = concat!("select message_id", untimed!("2"));
 
 /// Reads which transaction this is and counts our rows, in one statement (R23). The server's own
 /// counters of a transaction would be cheaper and are no proof: a table that was emptied in an open
@@ -95,9 +81,9 @@ macro_rules! ours {
 const PROVE: &str = concat!(
     "select ",
     witness!("pg_current_xact_id_if_assigned()"),
-    ", ",
-    ours!(),
-    ", (",
+    ", (select count(*) from oncebox.timed_rows($1, $2)) + (select count(*)",
+    untimed!("3"),
+    "), (",
     synchronous!("true"),
     "), oncebox.permit_commit()"
 );
@@ -170,7 +156,7 @@ impl OwnInbox for PostgresStore {
     }
 }
 
-/// Ids by the table that they belong to, each list sorted.
+/// Ids by the table that they belong to, each list sorted, as `oncebox.timed_rows` takes them.
 #[derive(Debug, Clone, Default)]
 struct Ids {
     timed: Vec<Uuid>,

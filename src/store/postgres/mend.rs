@@ -55,7 +55,9 @@ pub(super) async fn sequence(store: &PostgresStore, context: &ActContext) -> Res
     let mended = within(&mut connection, context).await;
     match &mended {
         Ok(mended) if !mended.is_empty() && !context.dry_run => connection.commit().await?,
-        _ => connection.rollback().await?,
+        Ok(_) => connection.rollback().await?,
+        // It ends with the connection, which may be broken: this error says why.
+        Err(_) => {}
     }
     connection.close().await;
     mended
@@ -67,7 +69,8 @@ async fn within(connection: &mut Bounded<Postgres>, context: &ActContext) -> Res
     {
         return Err(match code(&error).as_deref() {
             Some("55P03") => StoreError::Refused(
-                "transactions that write the outbox stay open: stop the writers, end prepared transactions, then try again"
+                "transactions that write the outbox stay open, or a relay holds its row of oncebox.shard: stop the writers and \
+                 the publishers, end prepared transactions, then try again"
                     .to_owned(),
             ),
             _ => error.into(),

@@ -11,12 +11,26 @@ use crate::operator::{ActContext, LockWait};
 use crate::store::bounded::Ask;
 use crate::store::sql::operator::OperatorSql;
 
+/// Prepared transactions have no process: all of them are 0 among the blocking ones. So those are
+/// listed that hold a lock on the same object.
 const LOCK_WAITS: &str = "
 select w.pid::text, left(w.query, 100), extract(epoch from clock_timestamp() - coalesce(l.since, w.query_start))::float8,
        array(select format('connection %s%s, %s', b.pid, coalesce(' of ' || nullif(b.application_name, ''), ''), coalesce(b.state, 'unknown'))
-               from pg_stat_activity b where b.pid = any (pg_blocking_pids(w.pid)))
+               from pg_stat_activity b where b.pid = any (l.blocking)
+              union all
+             select format('the prepared transaction `%s`', p.gid)
+               from pg_prepared_xacts p
+              where 0 = any (l.blocking) and exists (
+                select 1 from pg_locks k
+                  join pg_locks h on h.granted and h.pid is null
+                                 and (h.locktype, h.database, h.relation, h.page, h.tuple, h.transactionid, h.classid, h.objid, h.objsubid)
+                                     is not distinct from
+                                     (k.locktype, k.database, k.relation, k.page, k.tuple, k.transactionid, k.classid, k.objid, k.objsubid)
+                  join pg_locks t on t.virtualtransaction = h.virtualtransaction and t.transactionid = p.transaction and t.granted
+                 where k.pid = w.pid and not k.granted))
   from pg_stat_activity w
- cross join lateral (select min(k.waitstart) as since from pg_locks k where k.pid = w.pid and not k.granted) l
+ cross join lateral (select min(k.waitstart) as since, pg_blocking_pids(w.pid) as blocking
+                       from pg_locks k where k.pid = w.pid and not k.granted) l
  where w.datname = current_database() and w.wait_event_type = 'Lock'
    and coalesce(l.since, w.query_start) < clock_timestamp() - $1 * interval '1 second'
  order by 3 desc limit 20";

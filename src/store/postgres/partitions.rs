@@ -346,6 +346,9 @@ pub(super) fn dropping(table: &str, partition: &str) -> String {
     )
 }
 
+/// Whether it was said that this role has no right to partitions: every look meets that again.
+static DENIED: AtomicBool = AtomicBool::new(false);
+
 /// Runs statements in one transaction with short lock waits. Returns false where they could not run
 /// now; then nothing was changed.
 pub(super) async fn attempt(connection: &mut Bounded<Postgres>, statements: &str) -> Result<bool, StoreError> {
@@ -356,27 +359,26 @@ pub(super) async fn attempt(connection: &mut Bounded<Postgres>, statements: &str
             Ok(true)
         }
         Err(error) => {
-            connection.rollback().await?;
+            let ended = connection.rollback().await;
+            let said = crate::error::words(&error);
             match code(&error).as_deref() {
+                // This role may not make tables, or the partition is another role's. Rows go to the
+                // DEFAULT partition, and `doctor` reports it.
+                Some("42501") if !DENIED.swap(true, Ordering::Relaxed) => tracing::warn!(
+                    error = said,
+                    "this role may not make or empty partitions; connect as the owner of the schema oncebox. Later ones are \
+                     logged at debug"
+                ),
                 // To be tried later: a lock, a deadlock, a slow scan, unproven rows, a range that
                 // another process made, rows in DEFAULT.
-                Some("55P03" | "40P01" | "57014" | "55000" | "42P07" | "42P17" | "23514") => {
-                    let error = crate::error::words(&error);
-                    tracing::debug!(error, "partitions are left as they are for now");
-                    Ok(false)
+                Some("55P03" | "40P01" | "57014" | "55000" | "42P07" | "42P17" | "23514" | "42501") => {
+                    tracing::debug!(error = said, "partitions are left as they are for now");
                 }
-                // This role may not make tables. Rows go to the DEFAULT partition, and `doctor`
-                // reports it.
-                Some("42501") => {
-                    let error = crate::error::words(&error);
-                    tracing::warn!(
-                        error,
-                        "this role may not make partitions; run the publisher as the owner of the schema"
-                    );
-                    Ok(false)
-                }
-                _ => Err(error.into()),
+                // Where the connection broke, this error says why, and the ROLLBACK's does not.
+                _ => return Err(error.into()),
             }
+            ended?;
+            Ok(false)
         }
     }
 }
@@ -543,13 +545,12 @@ impl PostgresStore {
             );
             let scan = raw_sql(AssertSqlSafe(validate)).execute(connection.plain());
             let scanned = tokio::time::timeout(SCAN_MAX + 2 * LOOK_EVERY, scan).await;
-            let mut is_open = match &scanned {
+            let attached = match &scanned {
                 Ok(Ok(_)) => attempt(&mut connection, &format!("{attach}; {let_in}")).await?,
                 Ok(Err(_)) | Err(_) => false,
             };
-            tracing::debug!(default, ?scanned, attached = is_open, "ranges beside a large DEFAULT partition");
-            while !is_open {
-                is_open = attempt(&mut connection, &let_in).await?;
+            tracing::debug!(default, ?scanned, attached, "ranges beside a large DEFAULT partition");
+            while !attached && !attempt(&mut connection, &let_in).await? {
                 tokio::time::sleep(AGAIN_AFTER).await;
             }
         }

@@ -27,7 +27,7 @@ const OLD_BODIES: &str =
 const EXPIRE_BODIES: &str = "delete {my: b }from {each idempotency_body b bytes key_digest :digests primary} \
     and b.expires_at < {now}";
 
-/// Records with an expired small body, which is in the row of the claim.
+/// Records with an expired body that is in the row of the claim, as small ones are.
 const OLD_SMALL: &str = "select key_digest from oncebox.idempotency_request \
     where {pg: body_format is not null and body_expires_at}{my: body_end} < {now} \
     order by {pg: body_expires_at}{my: body_end} limit :limit {lock free}";

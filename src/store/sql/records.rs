@@ -28,7 +28,7 @@ use crate::store::base::Base;
 use crate::time::db_time::{DbTime, micros_of};
 use crate::time::lease::Lease;
 
-/// The record of a key, as [`look_of`] reads it, and its small body where that is in the row.
+/// The record of a key, as [`look_of`] reads it, and its body where that is in the row.
 const FIND: &str = "select {piece look}\
     {pg my: , r.body_headers, r.body_bytes, r.body_format, r.body_kid}{lite: , null, null, null, null} from (select {clock} as at) as n \
     left join oncebox.idempotency_purge as p on p.operation = :operation \

@@ -5,6 +5,8 @@
 //!
 //! Not here: removal in batches (`sql::expiry`).
 
+use std::time::Duration;
+
 use sqlx::Row;
 
 use super::super::PostgresStore;
@@ -12,8 +14,12 @@ use super::super::partitions::{attempt, dropping};
 use crate::error::StoreError;
 use crate::store::bounded::Ask;
 
-/// Ranges are made at least so many days ahead. A body that is kept longer is in DEFAULT.
+/// Ranges are made at least so many days ahead.
 const DAYS_AHEAD: i64 = 33;
+
+/// A day less than that. A body that is kept longer is in the row of its claim, however large it
+/// is. In DEFAULT it would be in the way of the range of its day, and no range would follow.
+pub(super) const IN_RANGES_MAX: Duration = Duration::from_secs(32 * 86_400);
 
 /// The ranges of bodies: name, end in seconds, whether the end has passed, whether the range is
 /// empty.
@@ -44,8 +50,7 @@ pub(super) async fn free_bodies(store: &PostgresStore, limit: u32) -> Result<u64
     let day = 86_400;
     let now: i64 =
         sqlx::query_scalar("select extract(epoch from clock_timestamp())::bigint").one(&mut connection).await?;
-    // Begins above whatever a running statement may write; bodies beyond that are in DEFAULT and
-    // stay there.
+    // Begins above whatever a running statement may write.
     let mut from = top.max((now / day + DAYS_AHEAD) * day);
     while from <= now + (DAYS_AHEAD + 1) * day {
         let attach = format!("select oncebox.attach_body_range(to_timestamp({from}), to_timestamp({}))", from + day);

@@ -43,7 +43,7 @@ pub(in crate::store::postgres) async fn finish(
 }
 
 /// Builds the statement. Its number of changed rows is 1, or 0 where the fence does not hold. With
-/// a body too large for the record's row, the rows of bodies are counted instead.
+/// a body that is not in the record's row, the rows of bodies are counted instead.
 ///
 /// All times are the start of the statement. Where an operator or a heartbeat has the row locked,
 /// this is earlier than the write by the time that the statement waits.
@@ -58,7 +58,7 @@ pub(super) fn finishing(
     within: Option<Within<'_>>,
 ) -> QueryBuilder<Postgres> {
     let columns = Columns::of(outcome, retention);
-    let large = columns.large();
+    let large = columns.large().filter(|_| retention.body <= expiry::IN_RANGES_MAX);
     let mut values = PgArguments::default();
     values.reserve(VALUES_USUALLY, VALUE_BYTES_USUALLY);
     let mut update = QueryBuilder::with_arguments(String::with_capacity(TEXT_USUALLY), values);
@@ -97,7 +97,7 @@ pub(super) fn finishing(
     if let Some(code) = columns.error_code {
         update.push(", error_code = ").push_bind(code);
     }
-    if let Some(kept) = columns.small() {
+    if let Some(kept) = columns.kept.filter(|_| large.is_none()) {
         update.push(", body_headers = ").push_bind(pack(&kept.headers));
         update.push(", body_bytes = ").push_bind(kept.bytes.as_slice());
         update.push(", body_format = ").push_bind(i32::from(kept.format));
