@@ -134,6 +134,9 @@ impl RabbitSubscriber {
             config.bearable(&subscription.consumer, u16::try_from(share).unwrap_or(u16::MAX).min(config.prefetch));
         subscriber.prefetch = prefetch;
         for (queue, found) in queues {
+            if let Some(why) = found.limit.fault(unlimited) {
+                tracing::warn!(queue, why, "`oncebox doctor` says what to do");
+            }
             let channel = link.channel().await?;
             let qos = channel.basic_qos(prefetch, BasicQosOptions::default());
             link.ask("basic.qos", qos).await?;
