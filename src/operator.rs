@@ -457,7 +457,7 @@ pub struct LockWait {
     /// For how long, seconds.
     pub seconds: f64,
     /// On PostgreSQL the connections that hold the lock: number, name of the program, what it does.
-    /// On MySQL what is waited for, because the server does not always tell who holds it.
+    /// On MySQL they are not asked for.
     pub holders: Vec<String>,
 }
 

@@ -400,18 +400,46 @@ async fn g9_a_member_that_others_buried_loses_everything_and_joins_anew() {
         subscriber.acknowledge(&delivery.source, delivery.sequence).await.unwrap();
     }
     let mut lost = 0;
-    let mut again = 0;
-    while again < 100 {
-        match next(subscriber.as_mut()).await {
-            Event::Revoked { sources, lost: true, .. } => lost += sources.len(),
-            Event::Revoked { .. } => panic!("it is too late to give anything up"),
-            Event::Deliveries(deliveries) if lost > 0 => again += deliveries.len(),
-            Event::Deliveries(_) | Event::Assigned(_) => {}
+    let ended = loop {
+        match tokio::time::timeout(PATIENCE, subscriber.next()).await.unwrap() {
+            Ok(Event::Revoked { sources, lost: true, .. }) => lost += sources.len(),
+            Ok(Event::Revoked { .. }) => panic!("it is too late to give anything up"),
+            Ok(Event::Deliveries(_) | Event::Assigned(_)) => {}
+            Err(ended) => break ended,
         }
-    }
+    };
+    assert!(matches!(&ended, BrokerError::Session(why) if why.contains("lease was over")), "{ended:?}");
     assert_eq!(lost, 4);
     assert_eq!(number(&mut other, "select sum(committed) from lease").await, 0, "the old epoch commits nothing");
-    subscriber.close().await;
+    let mut anew = broker.subscriber(&subscription()).await.unwrap();
+    assert_eq!(read(anew.as_mut(), 100, false).await.len(), 100, "all of them come again");
+    anew.close().await;
+}
+
+/// Shown by: a heartbeat that looks for the member alone. It kept its place in the group, had no
+/// partition of the new topic, and said nothing.
+#[tokio::test]
+async fn a_member_of_which_one_topic_was_deleted_ends_and_the_next_one_reads_the_topic_made_anew() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig::new(embedded.file())).await;
+    let both = Subscription::new("c", vec!["t".into(), "u".into()]);
+    let mut subscriber = broker.subscriber(&both).await.unwrap();
+    assert!(matches!(next(subscriber.as_mut()).await, Event::Assigned(sources) if sources.len() == 8));
+    broker.remove(&[Subscription::new("nobody", vec!["t".into()])]).await.unwrap();
+    publish_some(&broker, 20).await;
+    let ended = loop {
+        match tokio::time::timeout(PATIENCE, subscriber.next()).await.expect("it ends") {
+            Ok(Event::Revoked { lost: true, .. }) => {}
+            Ok(event) => panic!("{event:?}"),
+            Err(ended) => break ended,
+        }
+    };
+    assert!(matches!(&ended, BrokerError::Session(why) if why.contains("was deleted")), "{ended:?}");
+    // It has left, so that the next one need not wait for the end of its lease.
+    assert_eq!(number(&mut outside(&embedded.file()).await, "select count(*) from member").await, 0);
+    let mut anew = broker.subscriber(&both).await.unwrap();
+    assert_eq!(read(anew.as_mut(), 20, true).await.len(), 20);
+    anew.close().await;
 }
 
 #[tokio::test]

@@ -209,7 +209,12 @@ async fn consume(broker: &EmbeddedBroker, directory: &Path) {
     let mut subscriber = broker.subscriber(&subscription()).await.unwrap();
     let mut count = 0;
     loop {
-        match subscriber.next().await.unwrap() {
+        let Ok(event) = subscriber.next().await else {
+            // On a slow machine its lease may be over.
+            subscriber = broker.subscriber(&subscription()).await.unwrap();
+            continue;
+        };
+        match event {
             Event::Deliveries(deliveries) => {
                 for (at, delivery) in deliveries.iter().enumerate() {
                     // Slower than reading, so that a kill finds rows that were read and not

@@ -16,12 +16,14 @@ use crate::broker::share::{Seat, share};
 /// Reads the time in milliseconds, by the clock of this connection.
 const NOW: &str = "select cast(unixepoch('subsec') * 1000 as integer)";
 
-/// A joined member: the ids of group and member, and how long it lives without a heartbeat.
+/// A joined member: the ids of group and member, how many topics it reads, and how long it lives
+/// without a heartbeat.
 #[derive(Debug, Clone)]
 pub(super) struct Membership {
     pub(super) group_id: i64,
     pub(super) member_id: i64,
-    pub(super) session: Duration,
+    topics: i64,
+    session: Duration,
 }
 
 /// A partition that this member owns.
@@ -95,18 +97,24 @@ pub(super) async fn join(
         .execute(&mut *tx)
         .await?;
     }
-    Ok(Membership { group_id, member_id, session })
+    let topics = i64::try_from(topics.len()).unwrap_or(i64::MAX);
+    Ok(Membership { group_id, member_id, topics, session })
 }
 
 /// Renews this member's time, removes dead members, and takes the free partitions of its share.
-/// Returns `None` where this member was removed: join again.
+/// Returns `None` where this member, or a topic that it reads, was removed: leave, and join again.
 pub(super) async fn heartbeat(tx: &mut SqliteConnection, me: &Membership) -> Result<Option<GroupState>, sqlx::Error> {
     let now: i64 = sqlx::query_scalar(NOW).fetch_one(&mut *tx).await?;
-    let alive = sqlx::query("update member set expires_at = ? where member_id = ?")
-        .bind(now + millis(me.session))
-        .bind(me.member_id)
-        .execute(&mut *tx)
-        .await?;
+    // A topic that was removed and made anew has no row here.
+    let alive = sqlx::query(
+        "update member set expires_at = ?1 where member_id = ?2 \
+         and (select count(*) from member_topic where member_id = ?2) = ?3",
+    )
+    .bind(now + millis(me.session))
+    .bind(me.member_id)
+    .bind(me.topics)
+    .execute(&mut *tx)
+    .await?;
     if alive.rows_affected() == 0 {
         return Ok(None);
     }

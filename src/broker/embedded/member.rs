@@ -67,9 +67,8 @@ struct Order {
 #[derive(Debug)]
 struct Written {
     order: Order,
+    /// The answer to a heartbeat.
     state: Option<GroupState>,
-    /// The new membership, where this member had been removed and joined again.
-    joined_anew: Option<Membership>,
 }
 
 #[derive(Debug)]
@@ -101,7 +100,6 @@ type Finished = (LogConnection, Result<Written, BrokerError>);
 pub(super) struct Member {
     log: Arc<Log>,
     group: String,
-    topics: Vec<Topic>,
     /// Topic and partition number, by the partition's id.
     places: HashMap<i64, (Topic, i32)>,
     in_flight_max: usize,
@@ -162,7 +160,6 @@ impl Member {
         let now = Instant::now();
         Ok(Self {
             group: subscription.group().to_owned(),
-            topics,
             places,
             in_flight_max: subscription.in_flight_max.max(1),
             drain: subscription.drain,
@@ -333,10 +330,9 @@ impl Member {
         }
         self.committed_at = now;
         let (log, me) = (Arc::clone(&self.log), self.me.clone());
-        let (group, topics) = (self.group.clone(), self.topics.clone());
         // In a task of its own, so that it is not cancelled, and reading goes on meanwhile.
         self.writing = Some(task::spawn(async move {
-            let written = write(&log, &mut connection, &me, order, &group, &topics).await;
+            let written = write(&log, &mut connection, &me, order).await;
             (connection, written)
         }));
     }
@@ -345,10 +341,14 @@ impl Member {
         let ended = |error: tokio::task::JoinError| BrokerError::Session(format!("a transaction ended early: {error}"));
         let (connection, written) = finished.map_err(ended)?;
         self.writer = Some(connection);
-        let Written { order, state, joined_anew } = written?;
-        if let Some(me) = joined_anew {
+        let Written { order, state } = written?;
+        if order.heartbeat && state.is_none() {
             self.lose(|_| true);
-            self.me = me;
+            return Err(BrokerError::Session(format!(
+                "a member of group `{}` was removed because its lease was over, or a topic that it reads was deleted; it \
+                 joins anew",
+                self.group
+            )));
         }
         for Fenced { partition_id, epoch, committed, release } in order.fenced {
             let Some(owned) = self.owned.get_mut(&partition_id).filter(|owned| owned.epoch == epoch) else { continue };
@@ -546,28 +546,22 @@ impl Member {
 }
 
 /// One write transaction. It commits offsets and releases leases. Then it sends a heartbeat, or
-/// leaves the group.
+/// leaves the group. A heartbeat without an answer leaves it too.
 async fn write(
     log: &Log,
     connection: &mut LogConnection,
     me: &Membership,
     order: Order,
-    group: &str,
-    topics: &[Topic],
 ) -> Result<Written, BrokerError> {
     let failed = |error: sqlx::Error| log.failed("commit offsets to", &error);
     let mut write = log.begin(connection).await?;
     group::settle(&mut write.tx, me, &order.fenced).await.map_err(failed)?;
-    let mut written = Written { order, state: None, joined_anew: None };
-    if written.order.leave {
-        group::leave(&mut write.tx, me).await.map_err(failed)?;
-    } else if written.order.heartbeat {
+    let mut written = Written { order, state: None };
+    if written.order.heartbeat {
         written.state = group::heartbeat(&mut write.tx, me).await.map_err(failed)?;
-        if written.state.is_none() {
-            let anew = group::join(&mut write.tx, group, topics, me.session).await.map_err(failed)?;
-            written.state = group::heartbeat(&mut write.tx, &anew).await.map_err(failed)?;
-            written.joined_anew = Some(anew);
-        }
+    }
+    if written.order.leave || written.order.heartbeat && written.state.is_none() {
+        group::leave(&mut write.tx, me).await.map_err(failed)?;
     }
     log.commit(write).await?;
     Ok(written)

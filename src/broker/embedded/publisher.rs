@@ -132,11 +132,11 @@ impl Publisher for EmbeddedPublisher {
                 () = takes_nothing => None,
             };
             let row = Row { tag, message, _room: room };
-            // The writer has ended; `settle` returns the reason.
+            // Counted also where the writer has ended: then `settle` returns the reason.
+            self.in_flight += 1;
             if self.rows.send(row).is_err() {
                 break;
             }
-            self.in_flight += 1;
         }
         Ok(())
     }
@@ -353,4 +353,25 @@ async fn begin<'c>(
         blocks.send_replace(None);
     }
     begun
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::super::config::EmbeddedConfig;
+    use super::*;
+
+    /// As after a panic while old rows were deleted. Shown by: counting only the rows that the
+    /// writer took; `settle` then said that nothing was in flight.
+    #[tokio::test]
+    async fn a_row_for_a_writer_that_has_ended_ends_the_session() {
+        let directory = tempfile::tempdir().unwrap();
+        let log = Log::open(EmbeddedConfig::new(directory.path().join("broker.db"))).await.unwrap();
+        let mut publisher = EmbeddedPublisher::open(Arc::new(log)).await.unwrap();
+        publisher.writer.abort();
+        (&mut publisher.writer).await.unwrap_err();
+        publisher.send(vec![(1, OutgoingMessage::sample("t", None))]).await.unwrap();
+        let ended = publisher.settle(&mut Vec::new()).await;
+        assert!(matches!(ended, Err(BrokerError::Session(_))), "{ended:?}");
+    }
 }

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use chrono::DateTime;
-use futures_util::TryStreamExt;
+use futures_util::{StreamExt, TryStreamExt};
 use sha2::{Digest, Sha256};
 use sqlx::Row;
 use sqlx::sqlite::{SqliteConnection, SqliteRow};
@@ -104,25 +104,22 @@ pub(super) async fn read(
     rows_max: usize,
     bytes_max: usize,
 ) -> Result<Vec<Arrived>, sqlx::Error> {
-    let mut rows = sqlx::query(
-        "select position, key, headers, payload, appended_at from record \
-         where position >= ? and position < ? order by position limit ?",
+    // The statement ends at the bound itself, because the thread of the connection copies many rows
+    // ahead of their reader. Lengths are read without the payloads; 200 as in `Arrived::weight`.
+    let rows = sqlx::query(
+        "select position, key, headers, payload, appended_at from record where position >= ?1 \
+         and position <= coalesce((select position from (select position, row_number() over first as rows, \
+           sum(octet_length(payload) + octet_length(headers) + coalesce(octet_length(key), 0) + 200) over first as bytes \
+           from record where position >= ?1 and position < ?2 \
+           window first as (order by position rows unbounded preceding)) where rows >= ?3 or bytes >= ?4 limit 1), ?2 - 1) \
+         order by position",
     )
     .bind(position(range.partition_id, range.from))
     .bind(position(range.partition_id, range.to))
     .bind(i64::try_from(rows_max).unwrap_or(i64::MAX))
+    .bind(i64::try_from(bytes_max).unwrap_or(i64::MAX))
     .fetch(connection);
-    let mut read = Vec::new();
-    let mut bytes = 0;
-    while let Some(row) = rows.try_next().await? {
-        let arrived = arrive(&row, range)?;
-        bytes += arrived.weight();
-        read.push(arrived);
-        if bytes >= bytes_max {
-            break;
-        }
-    }
-    Ok(read)
+    rows.map(|row| arrive(&row?, range)).try_collect().await
 }
 
 fn arrive(row: &SqliteRow, range: Range<'_>) -> Result<Arrived, sqlx::Error> {
@@ -144,6 +141,11 @@ fn arrive(row: &SqliteRow, range: Range<'_>) -> Result<Arrived, sqlx::Error> {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use sqlx::Connection;
+
     use super::*;
 
     #[test]
@@ -157,5 +159,35 @@ mod tests {
         for size in CHUNKS {
             assert_eq!(insert_sql(size).0.matches("(?, ?, ?, ?, ?)").count(), size);
         }
+    }
+
+    /// Shown by: ending a read where the reader stops. The thread of the connection had copied more
+    /// than 256 rows by then, of 64 MiB each at most.
+    #[tokio::test]
+    async fn g11_a_read_takes_no_row_beyond_its_bounds_out_of_the_file() {
+        let mut file = SqliteConnection::connect("sqlite::memory:").await.unwrap();
+        sqlx::raw_sql(include_str!("schema.sql")).execute(&mut file).await.unwrap();
+        let rows = "with recursive o (n) as (select 0 union all select n + 1 from o where n < 999) \
+                    insert into record select 1 << 40 | n, x'6b', '[]', zeroblob(1000), 0 from o";
+        sqlx::raw_sql(rows).execute(&mut file).await.unwrap();
+        let steps = Arc::new(AtomicU64::new(0));
+        let counted = Arc::clone(&steps);
+        file.lock_handle().await.unwrap().set_progress_handler(1, move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+            true
+        });
+        let range = Range { topic: "t", partition_id: 1, number: 0, from: 5, to: 900 };
+        // A row has 1,203 bytes: payload, key, headers, and what is not counted one by one.
+        for (rows_max, bytes_max, read_rows) in [(500, 2_406, 2), (500, 2_407, 3), (4, usize::MAX, 4), (500, 1, 1)] {
+            let before = steps.load(Ordering::Relaxed);
+            let read = read(&mut file, range, rows_max, bytes_max).await.unwrap();
+            let offsets: Vec<i64> = read.iter().map(|row| row.coordinates.offset).collect();
+            assert_eq!(offsets, (5..5 + read_rows).collect::<Vec<_>>());
+            // The answer shows that the thread has ended the read.
+            file.ping().await.unwrap();
+            let steps = steps.load(Ordering::Relaxed) - before;
+            assert!(steps < 1_000, "{steps} steps");
+        }
+        assert_eq!(read(&mut file, range, 2_000, usize::MAX).await.unwrap().len(), 895);
     }
 }

@@ -198,8 +198,8 @@ pub(super) async fn check(log: &Log, subscriptions: &[Subscription]) -> Result<V
     Ok(findings)
 }
 
-/// The findings for groups that have no live member, that no subscription names, and that retention
-/// keeps rows for.
+/// The findings for topics of a group that no live member of it reads, that no subscription names,
+/// and that retention keeps rows of for the group.
 async fn keepers(
     log: &Log,
     connection: &mut SqliteConnection,
@@ -208,25 +208,33 @@ async fn keepers(
     if log.config.retention.is_none() {
         return Ok(Vec::new());
     }
-    let kept: Vec<(String, i64)> = sqlx::query_as(
-        "select g.name, sum(p.next_offset - max(l.committed, p.first_offset)) as kept \
+    let kept: Vec<(String, String, i64)> = sqlx::query_as(
+        "select g.name, t.name, sum(p.next_offset - max(l.committed, p.first_offset)) as kept \
          from consumer_group g join lease l using (group_id) join topic_partition p using (partition_id) \
-         where not exists (select 1 from member m where m.group_id = g.group_id \
+         join topic t using (topic_id) \
+         where not exists (select 1 from member m join member_topic r using (member_id) \
+           where m.group_id = g.group_id and r.topic_id = t.topic_id \
            and m.expires_at > cast(unixepoch('subsec') * 1000 as integer)) \
-         group by g.group_id having kept > 0 order by g.name",
+         group by g.group_id, t.topic_id having kept > 0 order by g.name, t.name",
     )
     .fetch_all(connection)
     .await?;
-    let unnamed = |name: &str| subscriptions.iter().all(|subscription| subscription.group() != name);
-    let kept = kept.into_iter().filter(|(name, _)| unnamed(name));
-    let tell = |(name, kept): (String, i64)| {
-        let (path, quoted) = (log.config.path.display(), name.replace('\'', "''"));
+    let names = |group: &str, topic: &String| {
+        subscriptions.iter().any(|subscription| subscription.group() == group && subscription.topics.contains(topic))
+    };
+    let kept = kept.into_iter().filter(|(group, topic, _)| !names(group, topic));
+    let tell = |(group, topic, kept): (String, String, i64)| {
+        let path = log.config.path.display().to_string().replace('\'', r"'\''");
+        let quoted = |name: &str| name.replace('\'', "''");
         Finding::warning(
-            format!("group {name}"),
-            format!("nobody is in it, and {kept} rows are kept for it whatever their age"),
+            format!("group {group}"),
+            format!("nobody in it reads topic `{topic}`, and {kept} rows are kept for it whatever their age"),
             format!(
-                "start its consumer; if there is none any more: `sqlite3 {path} \"delete from lease where group_id = \
-                 (select group_id from consumer_group where name = '{quoted}')\"`"
+                "start a consumer of the topic in this group; if there is none any more: `sqlite3 '{path}' \"delete from \
+                 lease where group_id = (select group_id from consumer_group where name = '{}') and partition_id in \
+                 (select partition_id from topic_partition join topic using (topic_id) where name = '{}')\"`",
+                quoted(&group),
+                quoted(&topic)
             ),
         )
     };
@@ -277,29 +285,42 @@ mod tests {
 
     use super::super::config::EmbeddedConfig;
     use super::*;
+    use crate::observe::Severity;
 
-    /// Shown by: looking only at the groups of subscriptions (the file grew, and all was well).
+    /// Shown by: looking only at the groups of subscriptions (the file grew, and all was well); and
+    /// by asking only whether a group has a member or a subscription, not for which topic.
     #[tokio::test]
-    async fn g11_a_group_that_nobody_is_in_and_for_which_retention_keeps_rows_is_told() {
+    async fn g11_a_topic_that_nobody_in_a_group_reads_and_whose_rows_retention_keeps_for_it_is_told() {
         let directory = tempfile::tempdir().unwrap();
-        let config = EmbeddedConfig::new(directory.path().join("broker.db"));
+        let config = EmbeddedConfig::new(directory.path().join("the broker's.db"));
         let log = Log::open(EmbeddedConfig { retention: Some(Duration::ZERO), ..config }).await.unwrap();
-        declare(&log, &["t".to_owned()]).await.unwrap();
+        declare(&log, &["t".to_owned(), "dropped".to_owned()]).await.unwrap();
         let mut connection = log.connect().await.unwrap();
-        let gone = "update topic_partition set next_offset = 5; insert into consumer_group (name) values ('gone'); \
+        let gone = "update topic_partition set next_offset = 5; insert into consumer_group (name) values ('gone'), ('c'); \
                     insert into lease (group_id, partition_id, committed) \
-                    select 1, partition_id, 2 from topic_partition";
+                    select group_id, partition_id, 2 from topic_partition, consumer_group where name = 'c' or topic_id = 1; \
+                    insert into member (group_id, process, session_ms, expires_at) values (2, 1, 1, 1 << 60); \
+                    insert into member_topic values (1, 1)";
         sqlx::raw_sql(gone).execute(&mut connection.sqlite).await.unwrap();
-        let told = || async {
-            let findings = check(&log, &[]).await.unwrap();
-            findings.into_iter().find(|finding| finding.name == "group gone")
-        };
-        let found = told().await.unwrap();
-        assert!(found.detail.contains("12 rows"), "{found:?}");
-        // The remedy is a statement that works.
-        let remedy = found.remedy.unwrap();
-        let sql = remedy.split('"').nth(1).unwrap().to_owned();
-        sqlx::raw_sql(sqlx::AssertSqlSafe(sql)).execute(&mut connection.sqlite).await.unwrap();
-        assert_eq!(told().await, None);
+        // A member of the group reads `t`, and a consumer that is known but does not run.
+        for known in [Vec::new(), vec![Subscription::new("c", vec!["t".to_owned()])]] {
+            let told = check(&log, &known).await.unwrap();
+            let told: Vec<_> = told.iter().filter(|one| one.severity == Severity::Warning).collect();
+            assert_eq!(told.iter().map(|one| &*one.name).collect::<Vec<_>>(), ["group c", "group gone"], "{told:?}");
+            assert!(told[0].detail.contains("`dropped`, and 12 rows") && told[1].detail.contains("`t`, and 12 rows"));
+            sqlx::raw_sql("delete from member").execute(&mut connection.sqlite).await.unwrap();
+        }
+        // The remedy is a statement that works, and leaves the topic that is read alone.
+        let found = check(&log, &[Subscription::new("c", vec!["t".to_owned()])]).await.unwrap();
+        for remedy in found.into_iter().filter(|one| one.severity == Severity::Warning).filter_map(|one| one.remedy) {
+            assert!(remedy.contains(r"/the broker'\''s.db' "), "{remedy}");
+            let sql = remedy.split('"').nth(1).unwrap().to_owned();
+            sqlx::raw_sql(sqlx::AssertSqlSafe(sql)).execute(&mut connection.sqlite).await.unwrap();
+        }
+        let found = check(&log, &[Subscription::new("c", vec!["t".to_owned()])]).await.unwrap();
+        assert!(found.iter().all(|one| one.severity != Severity::Warning), "{found:?}");
+        let left = "select count(*) from lease where group_id = 2 and partition_id in \
+                    (select partition_id from topic_partition where topic_id = 1)";
+        assert_eq!(sqlx::query_scalar::<_, i64>(left).fetch_one(&mut connection.sqlite).await.unwrap(), 4);
     }
 }

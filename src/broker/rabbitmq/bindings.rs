@@ -64,7 +64,7 @@ pub(super) async fn keep(link: Arc<Link>, config: Arc<Known>, subscription: Subs
 
 /// Waits for the next multiple of `pause` since the epoch.
 async fn next_round(pause: Duration) {
-    let pause = pause.as_nanos().max(1);
+    let pause = pause.as_nanos();
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
     let left = u64::try_from(pause - now % pause).unwrap_or(u64::MAX);
     tokio::time::sleep(Duration::from_nanos(left)).await;

@@ -25,6 +25,7 @@ pub(super) async fn check(
     let servers = config.servers()?;
     let link = Link::open(config, "oncebox doctor").await?;
     let mut topology = Topology::new(&link, config);
+    let vhost = &*servers[0].0.vhost;
     let names: Vec<String> = servers.iter().map(ToString::to_string).collect();
     let mut findings = vec![finding_version(version, &names.join(", "))];
     let mut waiting = Vec::new();
@@ -40,7 +41,7 @@ pub(super) async fn check(
         for topic in &subscription.topics {
             let queue = subscription.queue(topic);
             for one in queues(config, &queue) {
-                let (finding, ready) = queue_finding(subscription, topic, &one, version, &mut topology).await?;
+                let (finding, ready) = queue_finding(subscription, topic, &one, version, vhost, &mut topology).await?;
                 waiting.extend(ready.map(|ready| (findings.len(), one, ready)));
                 findings.push(finding);
             }
@@ -58,7 +59,7 @@ pub(super) async fn check(
         }
     }
     look_again(waiting, &mut topology, &mut findings).await?;
-    findings.push(policies(&servers[0].0.vhost));
+    findings.push(policies(vhost));
     link.close().await;
     if config.partitions > 1 {
         findings.push(plugin(config).await?);
@@ -84,8 +85,13 @@ async fn exchange(topology: &mut Topology<'_>) -> Result<Finding, BrokerError> {
         return Ok(Finding::warning(name, "not there yet", remedy));
     }
     // The exchange exists, so declaring it only compares its properties.
-    let compared = topology.exchange().await;
-    difference(name, compared, "a durable topic exchange".into())
+    match topology.exchange().await {
+        Ok(()) => Ok(Finding::ok(name, "a durable topic exchange")),
+        Err(BrokerError::Refused(why)) => {
+            Ok(Finding::refused(name, why, "stop the publishers before you delete it, or set the same here"))
+        }
+        Err(error) => Err(error),
+    }
 }
 
 async fn alternate_exchange(name: &str, topology: &mut Topology<'_>) -> Result<Finding, BrokerError> {
@@ -136,6 +142,7 @@ async fn queue_finding(
     topic: &str,
     queue: &str,
     version: &ServerVersion,
+    vhost: &str,
     topology: &mut Topology<'_>,
 ) -> Result<(Finding, Option<u32>), BrokerError> {
     let name = format!("queue {queue}");
@@ -145,24 +152,36 @@ async fn queue_finding(
         return Ok((Finding::warning(name, detail, remedy), None));
     };
     let ready = (seen.consumers > 0 && seen.ready > 0).then_some(seen.ready);
-    let counts = format!("{} ready, {} consumers", seen.ready, seen.consumers);
-    let finding = match topology.queue(queue, version.limits_deliveries()).await {
-        Ok(QueueState { limit: Limit::Other(_), .. }) if version.limits_deliveries() => {
-            let detail =
-                format!("{counts}; its delivery limit is not -1: a message delivered too often is thrown away");
-            Finding::refused(name, detail, unlimited(queue))
+    let by_default = version.limits_deliveries();
+    let finding = match topology.queue(queue, by_default).await {
+        Ok(QueueState { limit, .. }) => {
+            queue_that_fits(&subscription.consumer, queue, vhost, &QueueState { limit, ..seen }, by_default)
         }
-        // Older servers have no limit by default, and know no policy that takes one away.
-        Ok(QueueState { limit: Limit::Other(Some(limit)), .. }) if limit >= 0 => {
-            let detail =
-                format!("{counts}; its delivery limit is {limit}: a message delivered more often is thrown away");
-            Finding::refused(name, detail, "delete it when it is empty; its consumer declares it without a limit")
+        Err(BrokerError::Refused(why)) => {
+            Finding::refused(name, why, "delete it when it is empty, or set another name here")
         }
-        Ok(_) if seen.consumers == 0 && seen.ready > 0 => {
-            let remedy = format!("start the consumer `{}`", subscription.consumer);
-            Finding::stuck(name, format!("{counts}: nobody reads it"), remedy)
+        Err(error) => return Err(error),
+    };
+    Ok((finding, ready))
+}
+
+/// The finding for a queue that has our arguments, except maybe the delivery limit.
+fn queue_that_fits(consumer: &str, queue: &str, vhost: &str, state: &QueueState, by_default: bool) -> Finding {
+    let QueueState { ready, consumers, limit } = state;
+    let name = format!("queue {queue}");
+    let counts = format!("{ready} ready, {consumers} consumers");
+    match (limit, limit.fault(by_default)) {
+        // No policy takes it away: the server takes the number from the declaration also beside -1.
+        (Limit::Other(Some(_)), Some(fault)) => Finding::refused(
+            name,
+            format!("{counts}; {fault}"),
+            "delete it when it is empty; its consumer declares it without a limit",
+        ),
+        _ if *consumers == 0 && *ready > 0 => {
+            Finding::stuck(name, format!("{counts}: nobody reads it"), format!("start the consumer `{consumer}`"))
         }
-        Ok(QueueState { limit: Limit::Unknown, .. }) => Finding::warning(
+        (_, Some(fault)) => Finding::warning(name, format!("{counts}; {fault}"), unlimited(queue, vhost)),
+        (Limit::Unknown, None) => Finding::warning(
             name,
             format!(
                 "{counts}; this user may not declare it, so it is not known whether it is a quorum queue with a single \
@@ -170,9 +189,8 @@ async fn queue_finding(
             ),
             "run `oncebox doctor` as a user who may configure it, or look at `rabbitmqctl list_queues name arguments`",
         ),
-        compared => difference(name, compared.map(drop), format!("{counts}; quorum, single active consumer"))?,
-    };
-    Ok((finding, ready))
+        _ => Finding::ok(name, format!("{counts}; quorum, single active consumer")),
+    }
 }
 
 /// A finding where queues of another number of partitions exist. Then no consumer starts, or the
@@ -187,29 +205,25 @@ async fn other_layout(
     if other.is_empty() {
         return Ok(None);
     }
-    let (ready, _) = repartition::left(&other, topology).await?;
+    let (ready, consumers) = repartition::left(&other, topology).await?;
     let (found, wanted) = (repartition::described(&queue, topic, &other, ready), topology.config.partitions);
+    let readers = match consumers {
+        0 => "nobody reads them".to_owned(),
+        many => format!("{many} consumers still empty them"),
+    };
     Ok(Some(Finding::refused(
         format!("queues of {topic}"),
-        format!("{found}, but partitions = {wanted}: nobody reads them"),
+        format!("{found}, but partitions = {wanted}: {readers}"),
         repartition::remedy(&queue, &other),
     )))
 }
 
-/// The command for a policy that replaces the argument on an existing queue.
-fn unlimited(queue: &str) -> String {
+/// The command for a policy that takes the server's own limit away from an existing queue.
+fn unlimited(queue: &str, vhost: &str) -> String {
     let pattern = queue.replace('.', r"\.");
-    format!(r#"rabbitmqctl set_policy --apply-to queues "{queue} unlimited" "^{pattern}$" '{{"delivery-limit":-1}}'"#)
-}
-
-fn difference(name: String, compared: Result<(), BrokerError>, good: String) -> Result<Finding, BrokerError> {
-    match compared {
-        Ok(()) => Ok(Finding::ok(name, good)),
-        Err(BrokerError::Refused(why)) => {
-            Ok(Finding::refused(name, why, "delete it when it is empty, or set another name here"))
-        }
-        Err(error) => Err(error),
-    }
+    format!(
+        r#"`rabbitmqctl set_policy -p {vhost} --apply-to queues "{queue} unlimited" "^{pattern}$" '{{"delivery-limit":-1}}'`; "#
+    ) + "of several policies only one holds for a queue. Once it is set, this warning stays"
 }
 
 fn policies(vhost: &str) -> Finding {
@@ -232,4 +246,31 @@ async fn plugin(config: &Known) -> Result<Finding, BrokerError> {
         return Ok(Finding::ok(name, "enabled"));
     }
     Ok(Finding::refused(name, "not enabled, and partitions are above 1", ENABLE_PLUGIN))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Shown by: refusing both. The remedy for a queue without a limit is a policy, which AMQP does
+    /// not show, so that the exit code stayed 3; and for a queue with a limit no policy helps.
+    #[test]
+    fn r30_a_limit_of_the_declaration_is_refused_and_one_that_a_policy_may_take_away_is_a_warning() {
+        let found = |limit, by_default, ready, consumers| {
+            queue_that_fits("ledger", "t.ledger", "pay", &QueueState { ready, consumers, limit }, by_default)
+        };
+        for by_default in [false, true] {
+            let limited = found(Limit::Other(Some(5)), by_default, 1, 0);
+            assert_eq!(limited.severity, Severity::Refused);
+            assert!(limited.remedy.is_some_and(|remedy| remedy.contains("delete it")));
+            assert_eq!(found(Limit::Other(Some(-1)), by_default, 0, 1).severity, Severity::Ok);
+            assert_eq!(found(Limit::AsAsked, by_default, 0, 1).severity, Severity::Ok);
+        }
+        let unknown = found(Limit::Other(None), true, 1, 1);
+        assert_eq!(unknown.severity, Severity::Warning);
+        let command = r#"`rabbitmqctl set_policy -p pay --apply-to queues "t.ledger unlimited" "^t\.ledger$" '{"delivery-limit":-1}'`"#;
+        assert!(unknown.remedy.is_some_and(|remedy| remedy.starts_with(command) && remedy.contains("stays")));
+        assert_eq!(found(Limit::Other(None), true, 1, 0).severity, Severity::Stuck, "nobody reads it");
+        assert_eq!(found(Limit::Other(None), false, 1, 1).severity, Severity::Ok);
+    }
 }

@@ -64,7 +64,8 @@ pub struct RabbitConfig {
     /// After four times this time, but at least every two minutes, it declares an exchange that is
     /// missing and binds its queues again.
     pub quiet_check: Duration,
-    /// Most bytes of deliveries that are not yet acknowledged (one delivery is always allowed).
+    /// Most bytes of deliveries that are not yet acknowledged (one delivery of each queue is always
+    /// allowed).
     pub in_flight_bytes_max: usize,
 }
 
@@ -117,6 +118,9 @@ impl RabbitConfig {
         }
         if self.held_bytes_max == 0 || self.in_flight_bytes_max == 0 {
             return refused("held_bytes_max and in_flight_bytes_max: at least 1");
+        }
+        if self.quiet_check < Duration::from_millis(10) {
+            return refused("quiet_check: at least 10 ms");
         }
         bound::check([
             ("heartbeat", self.heartbeat),
@@ -321,6 +325,8 @@ mod tests {
         refuses("partitions", |config| config.partitions = 0);
         // `send` would wait for ever.
         refuses("held_bytes_max", |config| config.held_bytes_max = 0);
+        // A consumer asked the server without a pause.
+        refuses("quiet_check", |config| config.quiet_check = Duration::ZERO);
         // The end of a session panicked.
         refuses("close_deadline", |config| config.close_deadline = Duration::MAX);
         assert!(!format!("{:?}", RabbitConfig::new("amqp://u:secret@h")).contains("secret"));

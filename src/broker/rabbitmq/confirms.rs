@@ -110,6 +110,8 @@ pub(super) struct Confirms {
     /// True where the connection was cut without a word of the server.
     is_cut: bool,
     cuts: Arc<Cuts>,
+    /// The number of cuts before this session began.
+    cuts_before: u64,
     /// How many rows are still published with nothing else in flight.
     careful: usize,
 }
@@ -131,6 +133,7 @@ impl Confirms {
             let (confirmed, failed, returned) = (Vec::new(), Vec::new(), HashMap::new());
             channels.push(Lane { channel, in_flight: 0, confirmed, returned, failed, error: None });
         }
+        let (cuts_before, one_by_one) = cuts.begin();
         Ok(Self {
             link,
             shared,
@@ -146,8 +149,9 @@ impl Confirms {
             refused_keys: HashMap::new(),
             ending: None,
             is_cut: false,
-            careful: if cuts.wants_one_by_one() { CAREFUL_ROWS } else { 0 },
+            careful: if one_by_one { CAREFUL_ROWS } else { 0 },
             cuts,
+            cuts_before,
         })
     }
 
@@ -209,7 +213,7 @@ impl Confirms {
         match self.cuts.count(unconfirmed) {
             None => BrokerError::Unavailable(why),
             Some(times) => BrokerError::Session(format!(
-                "the last {times} connections were cut while the same message waited for its confirm: {why}"
+                "{times} connections in a row were cut while the same message waited for its confirm: {why}"
             )),
         }
     }
@@ -355,7 +359,7 @@ impl Confirms {
         for Confirmed { tag, flight, acked } in std::mem::take(&mut self.channels[at].confirmed) {
             let InFlight { lane, topic, id, weight, .. } = flight;
             if acked {
-                self.cuts.confirmed(&id);
+                self.cuts.confirmed(&id, self.cuts_before);
             }
             let place = (id, topic);
             if let Some(why) = returned.get(&place) {

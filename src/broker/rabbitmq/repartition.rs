@@ -27,7 +27,7 @@ use crate::broker::Subscription;
 use crate::error::BrokerError;
 
 /// The pause between the two looks that must both find the old queues empty.
-const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
+const SECOND_LOOK_AFTER: Duration = Duration::from_secs(1);
 
 /// The progress of a change of the number of queues.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -181,7 +181,7 @@ pub(super) async fn step(
     unbind(topic, &queue, topology).await?;
     for look in 0..2 {
         if look > 0 {
-            tokio::time::sleep(BETWEEN_LOOKS).await;
+            tokio::time::sleep(SECOND_LOOK_AFTER).await;
         }
         let (ready, consumers) = left(&old, topology).await?;
         if ready + consumers > 0 {

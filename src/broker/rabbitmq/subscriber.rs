@@ -53,7 +53,6 @@ struct Source {
     id: PartitionId,
     channel: Channel,
     consumer: Consumer,
-    prefetch: u16,
     /// The highest delivery tag received.
     delivered: u64,
     /// The tag up to which all are acknowledged.
@@ -70,29 +69,14 @@ struct InFlight {
     bytes: usize,
 }
 
-impl InFlight {
-    /// Checks the bound of bytes. One delivery is always allowed, however large.
-    fn is_bearable(self, config: &Known, consumer: &str, queues: usize) -> Result<(), BrokerError> {
-        let Self { rows, bytes } = self;
-        if bytes <= config.in_flight_bytes_max || rows <= 1 {
-            return Ok(());
-        }
-        let each = (rows / 2 / queues).max(1);
-        let prefetch = config.bear(consumer, u16::try_from(each).unwrap_or(u16::MAX));
-        Err(BrokerError::Session(format!(
-            "{rows} deliveries that are not acknowledged have {bytes} bytes, more than `in_flight_bytes_max` ({}): the server takes \
-             them back and delivers {prefetch} at a time",
-            config.in_flight_bytes_max
-        )))
-    }
-}
-
 /// The connection of one consumer, with a source for each of its queues.
 pub(super) struct RabbitSubscriber {
     link: Arc<Link>,
     sources: Vec<Source>,
     config: Arc<Known>,
     consumer: String,
+    /// Most unacknowledged deliveries of each queue.
+    prefetch: u16,
     in_flight: InFlight,
     assigned: bool,
     paused: bool,
@@ -123,6 +107,7 @@ impl RabbitSubscriber {
             sources: Vec::new(),
             config: Arc::clone(config),
             consumer: subscription.consumer.clone(),
+            prefetch: 1,
             in_flight: InFlight::default(),
             assigned: false,
             paused: false,
@@ -147,7 +132,11 @@ impl RabbitSubscriber {
         let share = (subscription.in_flight_max / queues.len().max(1)).max(1);
         let prefetch =
             config.bearable(&subscription.consumer, u16::try_from(share).unwrap_or(u16::MAX).min(config.prefetch));
+        subscriber.prefetch = prefetch;
         for (queue, found) in queues {
+            if let Some(why) = found.limit.fault(unlimited) {
+                tracing::warn!(queue, why, "`oncebox doctor` says what to do");
+            }
             let channel = link.channel().await?;
             let qos = channel.basic_qos(prefetch, BasicQosOptions::default());
             link.ask("basic.qos", qos).await?;
@@ -163,7 +152,6 @@ impl RabbitSubscriber {
                 id: PartitionId { place: Arc::from(queue), partition: 0, generation },
                 channel,
                 consumer,
-                prefetch,
                 delivered: 0,
                 acknowledged: 0,
                 in_flight: VecDeque::new(),
@@ -180,8 +168,9 @@ impl RabbitSubscriber {
     fn take(&mut self, context: &mut Context<'_>, max: usize) -> Result<(), BrokerError> {
         let count = self.sources.len();
         for step in 0..count {
-            let source = &mut self.sources[(self.turn + step) % count];
+            let at = (self.turn + step) % count;
             while self.waiting.len() < max {
+                let source = &mut self.sources[at];
                 match Pin::new(&mut source.consumer).poll_next(context) {
                     Poll::Pending => break,
                     Poll::Ready(Some(Ok(delivery))) => {
@@ -189,7 +178,7 @@ impl RabbitSubscriber {
                         self.in_flight.rows += 1;
                         self.in_flight.bytes += delivery.arrived.weight();
                         self.waiting.push_back(delivery);
-                        self.in_flight.is_bearable(&self.config, &self.consumer, count)?;
+                        self.check_bytes()?;
                     }
                     Poll::Ready(Some(Err(error))) => return Err(streaming(&error)),
                     Poll::Ready(None) => {
@@ -203,6 +192,21 @@ impl RabbitSubscriber {
         }
         self.turn = (self.turn + 1) % count.max(1);
         Ok(())
+    }
+
+    /// Checks the bound of bytes. One delivery of each queue is always allowed, however large: the
+    /// server counts them by queue, and a prefetch of less than 1 has no limit.
+    fn check_bytes(&self) -> Result<(), BrokerError> {
+        let (InFlight { rows, bytes }, max) = (self.in_flight, self.config.in_flight_bytes_max);
+        if bytes <= max || self.sources.iter().all(|source| source.in_flight.len() <= 1) {
+            return Ok(());
+        }
+        let each = (rows / 2 / self.sources.len()).max(1);
+        let prefetch = self.config.bear(&self.consumer, u16::try_from(each).unwrap_or(u16::MAX));
+        Err(BrokerError::Session(format!(
+            "{rows} deliveries that are not acknowledged have {bytes} bytes, more than `in_flight_bytes_max` ({max}): the \
+             server takes them back and delivers {prefetch} at a time from each queue"
+        )))
     }
 
     fn poll_deliveries(&mut self, context: &mut Context<'_>) -> Poll<Result<(), BrokerError>> {
@@ -230,7 +234,7 @@ impl RabbitSubscriber {
             let asked = source.channel.queue_declare(name, passive, FieldTable::default());
             let empty = link.ask("queue.declare", asked).await?.message_count() == 0;
             if empty {
-                let answered = source.channel.basic_qos(source.prefetch, BasicQosOptions::default());
+                let answered = source.channel.basic_qos(self.prefetch, BasicQosOptions::default());
                 link.ask("basic.qos", answered).await?;
             }
             left.push(!empty);
@@ -441,7 +445,7 @@ impl Subscriber for RabbitSubscriber {
         for source in &self.sources {
             // Any request with an answer: the answer shows that the server has processed the
             // acknowledgements before it on this channel.
-            let answered = source.channel.basic_qos(source.prefetch, BasicQosOptions::default());
+            let answered = source.channel.basic_qos(self.prefetch, BasicQosOptions::default());
             let _ = within(self.config.close_deadline, "basic.qos", answered).await;
         }
         // `connection.close` would requeue prefetched messages out of order (R29).

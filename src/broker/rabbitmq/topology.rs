@@ -48,6 +48,24 @@ pub(super) enum Limit {
     Unknown,
 }
 
+impl Limit {
+    /// Why the queue throws messages away, or may do so as far as AMQP shows; `None` where it does
+    /// not. `by_default`: the server has a limit for queues that were declared without one.
+    pub(super) fn fault(self, by_default: bool) -> Option<String> {
+        match self {
+            Self::Other(Some(limit)) if limit >= 0 => {
+                Some(format!("its delivery limit is {limit}: a message that is delivered more often is thrown away"))
+            }
+            Self::Other(None) if by_default => Some(
+                "it was declared without the delivery limit -1: unless a policy sets it, which AMQP does not show, a \
+                 message that is delivered more often than the server's limit allows is thrown away"
+                    .to_owned(),
+            ),
+            _ => None,
+        }
+    }
+}
+
 /// The names of the queues for [`Subscription::queue`]: one, or `partitions` of them behind the
 /// hash exchange.
 pub(super) fn queues(config: &RabbitConfig, queue: &str) -> Vec<String> {

@@ -19,7 +19,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use futures_util::TryStreamExt;
+use futures_util::{StreamExt, TryStreamExt};
 use sqlx::sqlite::SqliteRow;
 use sqlx::{Row, query, query_scalar};
 
@@ -35,11 +35,18 @@ use crate::store::base::Base;
 use crate::store::sql::{SqlStore, outbox};
 use crate::time::lease::Fence;
 
-/// The fence and the next rows, in one snapshot. The outer join returns the fence even where there
-/// is no row.
+/// The fence and the next rows, each with its bytes, in one snapshot. The outer join returns the
+/// fence even where there is no row. The statement ends behind the row that reaches the bound of
+/// bytes, because the thread of the connection copies many rows ahead of their reader. The lengths
+/// are read without the payloads; 200 as in `OutgoingMessage::weight`.
 pub(super) const READ: &str = "select s.epoch, s.revision, coalesce((select seq from sqlite_sequence where name = 'oncebox_outbox'), 0), \
              s.scanned_to, o.position, o.bucket, o.message_id, o.topic, o.key, o.kind, o.headers, o.payload, o.content_type, \
-             o.created_at from oncebox_shard as s left join oncebox_outbox as o on o.position > ?1 \
+             o.created_at, octet_length(o.payload) + octet_length(o.headers) + coalesce(octet_length(o.key), 0) + 200 \
+             from oncebox_shard as s left join oncebox_outbox as o on o.position > ?1 and o.position <= coalesce((select position from \
+               (select position, row_number() over first as rows, \
+                 sum(octet_length(payload) + octet_length(headers) + coalesce(octet_length(key), 0) + 200) over first as bytes \
+                 from oncebox_outbox where position > ?1 window first as (order by position rows unbounded preceding)) \
+               where rows >= ?3 or bytes >= ?4 limit 1 offset 1), 9223372036854775807) \
              where s.shard_id = ?2 order by o.position limit ?3";
 
 /// One session: it owns the only shard.
@@ -51,7 +58,7 @@ pub(super) struct SqliteSession {
     length: Duration,
     /// Epoch and revision as this session wrote them last.
     fence: Fence,
-    read_bytes: usize,
+    read_bytes: i64,
     read_to: i64,
     batches: u64,
     /// Batches that are read and not marked, oldest first. Batches without rows are left out.
@@ -77,7 +84,7 @@ impl Outbox for SqliteStore {
             owner: request.owner.clone(),
             length: request.length,
             fence,
-            read_bytes: request.read_bytes,
+            read_bytes: i64::try_from(request.read_bytes).unwrap_or(i64::MAX),
             read_to,
             batches: 0,
             window: VecDeque::new(),
@@ -125,12 +132,12 @@ impl RelaySession for SqliteSession {
 
     async fn read(&mut self, rows_max: usize) -> Result<ReadBatch, StoreError> {
         // One row more than asked for tells whether there are more.
-        let read = query(READ);
         let limit = i64::try_from(rows_max).unwrap_or(i64::MAX - 1) + 1;
+        let read = query(READ).bind(self.read_to).bind(self.shard).bind(limit).bind(self.read_bytes);
         let mut rows = Vec::new();
         let (mut bytes, mut more, mut seen) = (0, false, false);
         {
-            let mut stream = read.bind(self.read_to).bind(self.shard).bind(limit).fetch(self.store.pool());
+            let mut stream = read.fetch(self.store.pool());
             while let Some(row) = stream.try_next().await? {
                 if !seen {
                     self.check_fence(&row)?;
@@ -143,9 +150,8 @@ impl RelaySession for SqliteSession {
                     more = true;
                     break;
                 }
-                let row = outbox_row(&row, 4)?;
-                bytes += row.message.weight();
-                rows.push(row);
+                bytes += row.try_get::<i64, _>(14)?;
+                rows.push(outbox_row(&row, 4)?);
             }
         }
         if !seen {
@@ -179,19 +185,14 @@ impl RelaySession for SqliteSession {
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
         let stored = query(
             "select position, bucket, message_id, topic, key, kind, headers, payload, content_type, created_at \
-             from oncebox_outbox_dead where position in (select value from json_each(?)) order by position",
+             from oncebox_outbox_dead where position in (select value from json_each(?1)) \
+             and position <= coalesce((select position from (select position, sum(octet_length(payload) \
+                 + octet_length(headers) + coalesce(octet_length(key), 0) + 200) over (order by position) as bytes \
+               from oncebox_outbox_dead where position in (select value from json_each(?1))) \
+               where bytes >= ?2 limit 1), 9223372036854775807) order by position",
         );
-        let mut stream = stored.bind(positions_json(positions)).fetch(self.store.pool());
-        let (mut rows, mut bytes) = (Vec::new(), 0);
-        while let Some(row) = stream.try_next().await? {
-            let row = outbox_row(&row, 0)?;
-            bytes += row.message.weight();
-            rows.push(row);
-            if bytes >= self.read_bytes {
-                break;
-            }
-        }
-        Ok(rows)
+        let stored = stored.bind(positions_json(positions)).bind(self.read_bytes);
+        stored.fetch(self.store.pool()).map(|row| outbox_row(&row?, 0)).try_collect().await
     }
 
     async fn release(self: Box<Self>) -> Result<(), StoreError> {
