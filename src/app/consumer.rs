@@ -232,13 +232,14 @@ impl Run<'_> {
         let store: S = open_store_with(self.settings, with_lanes, waits).await?;
         ready(&store, self.settings, waits).await?;
         let duties = store.clone().into_duties();
-        let mut ready_to_run = Vec::new();
+        let (mut ready_to_run, solo) = (Vec::new(), Arc::default());
         for (settings, options) in options {
             let handlers = match handlers.remove(&settings.name) {
                 Some(handlers) => handlers,
                 None => self.handlers_of::<S>(&store, settings).await?,
             };
-            ready_to_run.push(Consumer::new(
+            ready_to_run.push(Consumer::beside(
+                Arc::clone(&solo),
                 store.clone(),
                 AnyBroker::clone(&broker),
                 handlers,

@@ -1,5 +1,6 @@
-//! Decides what may run at the same time in one process: everything, except that a suspect message
-//! runs alone (R26).
+//! Decides what may run at the same time in the consumers that one process runs: everything, except
+//! that a suspect message runs alone (R26). A process dies as a whole, so a message of one consumer
+//! must not be counted for what kills it in another one.
 //!
 //! Promise: a suspect that waits for its turn keeps others from starting for at most a fifth of the
 //! time, so a handler that hangs stops only its own lane. The suspect gets its turn once it has
@@ -23,7 +24,7 @@ const ALONE_MAX: Duration = Duration::from_secs(1);
 
 /// All that runs together holds it for reading, a suspect holds it for writing.
 #[derive(Debug, Default)]
-pub(super) struct Solo(RwLock<()>);
+pub(crate) struct Solo(RwLock<()>);
 
 impl Solo {
     /// Runs together with others until the guard is dropped. Waits for a suspect that runs alone or

@@ -1,8 +1,8 @@
 //! Runs one message alone: after a failed try, as a suspect, or to find the cause of a failure.
 //!
 //! Promise: a suspect message has its try counted outside the handler's transaction, before the
-//! handler runs, and nothing else of this process runs beside it for the first second, so that if
-//! the process dies, this message is counted and no other (R26). All other messages that run alone
+//! handler runs, and no other message of the process's consumers runs beside it for the first
+//! second, so that if the process dies, this message is counted and no other (R26). All other messages that run alone
 //! in their transaction run beside other lanes: one that waits for a lock delays only its own lane.
 //!
 //! Promise: the try of a suspect is counted right before its transaction begins. If a stop, a
