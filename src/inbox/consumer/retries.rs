@@ -5,8 +5,8 @@
 //! While their handlers run they are dead in that transaction (`transaction-ended`), and they are
 //! removed after the proof. So a handler that commits by itself leaves them dead, and they are not
 //! lost, also where the process dies then. A head whose last lease expired may have killed its
-//! process: it runs with nothing beside it for its first second, and its try is counted before. A
-//! message that failed before runs alone in its transaction, beside other messages, and its try is
+//! process: it runs with no message beside it for its first second, and its try is counted before.
+//! Its lease is renewed while it waits for that turn. A message that failed before runs alone in its transaction, beside other messages, and its try is
 //! counted when it fails. Messages that were never tried run in batches, so a key is drained as
 //! fast as it was filled. A failure that lasts while the database works for others postpones its
 //! message again and again and counts nothing.
@@ -234,7 +234,7 @@ impl Retrier {
             None => return Ok(Due::NothingFor(POLL)),
         }
         let busy = Busy::of(&shared);
-        let lease = RowLease::new(shared.options.handler_timeout + LEASE_SPARE);
+        let lease = new_lease(&shared);
         self.in_doubt = Some(lease);
         let Some(head) = shared.store.lease_due(consumer, &shared.scope, &lease).await? else {
             self.in_doubt = None;
@@ -334,6 +334,7 @@ impl Retrier {
             biased;
             () = self.stop.cancelled() => return None,
             alone = shared.solo.alone() => alone,
+            () = keep_leased(shared, head) => return Some(Ok(RetryEnd::LeaseLost)),
         };
         match unless(abandon, shared.store.count_try(head)).await? {
             Ok(true) => alone.run(in_transaction(shared, consumer, run, abandon)).await.transpose(),
@@ -432,6 +433,23 @@ impl Retrier {
     }
 }
 
+fn new_lease(shared: &Shared) -> RowLease {
+    RowLease::new(shared.options.handler_timeout + LEASE_SPARE)
+}
+
+/// Renews the lease of a message that waits for its turn, and returns when it is lost. Otherwise
+/// another retrier would lease the message, also one of this process, and would wait as well.
+async fn keep_leased(shared: &Shared, head: &LeasedMessage) {
+    let RowLease { length, .. } = new_lease(shared);
+    loop {
+        tokio::time::sleep(length / 2).await;
+        // Where the database is away, the lease may still be ours later: the count of the try tells.
+        if let Ok(false) = shared.store.renew(head, length).await {
+            return;
+        }
+    }
+}
+
 /// Runs the messages in one transaction, and returns only when its end is known; `None` where the
 /// grace of a stop ended first and nothing of the transaction stays.
 async fn in_transaction(
@@ -500,4 +518,70 @@ async fn body(
     let ids: Vec<MessageId> = run.iter().map(|one| one.message.id).collect();
     tx.clear_attempts(&ids).await?;
     Ok(RetryEnd::Done)
+}
+
+#[cfg(all(test, feature = "sqlite", feature = "embedded"))]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::pin::pin;
+
+    use async_trait::async_trait;
+
+    use super::*;
+    use crate::inbox::consumer::Handlers;
+    use crate::inbox::consumer::fixture::{options, parts, two};
+    use crate::inbox::handler::{HandlerTx, MessageHandler};
+    use crate::inbox::port::waiting::Waiting;
+    use crate::inbox::port::{Inbox, InboxEntry, ParkAs, Parked};
+    use crate::store::sqlite::SqliteStore;
+
+    struct Done;
+
+    #[async_trait]
+    impl MessageHandler<SqliteStore> for Done {
+        async fn handle(&self, _: &Message, _: &mut HandlerTx<'_, SqliteStore>) -> Result<(), HandlerError> {
+            Ok(())
+        }
+    }
+
+    /// Shown to fail: without the renewal its time only ran down, and the next retrier leased it.
+    #[tokio::test]
+    async fn r26_a_suspect_that_waits_for_its_turn_stays_leased() {
+        let mut options = options();
+        options.handler_timeout = Duration::from_millis(500);
+        let parts = parts(options, Handlers::all(Done)).await;
+        let (consumer, shared, store) = (parts.register().await, &parts.shared, &parts.store);
+        let [item, _] = two(shared);
+        let mut tx = store.begin(consumer).await.unwrap();
+        tx.admit(&[InboxEntry { id: item.message.id, hash: item.hash }]).await.unwrap();
+        let (message, park_as) = (item.message, ParkAs::Due(Duration::ZERO));
+        tx.park(&[Parked { message, park_as, attempts: 0, error: None }]).await.unwrap();
+        tx.commit().await.unwrap();
+        let lease = new_lease(shared);
+        let run = [store.lease_due(consumer, &shared.scope, &lease).await.unwrap().unwrap()];
+        let (stop, abandon) = (CancellationToken::new(), CancellationToken::new());
+        let (shared, desk) = (Arc::clone(shared), Arc::new(Desk::new()));
+        let failing = Failing::new(&shared, "retries", String::new());
+        let retrier = Retrier { shared, consumer, stop, abandon, in_doubt: None, owed: None, desk, failing };
+        let ends_in = async || store.next_due(consumer, &parts.shared.scope).await.unwrap().unwrap();
+        let renewed = async {
+            let mut before = ends_in().await;
+            loop {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+                let now = ends_in().await;
+                if now > before {
+                    break;
+                }
+                before = now;
+            }
+        };
+        let others = parts.shared.solo.together().await;
+        let mut attempt = pin!(retrier.attempt(&run, true));
+        tokio::select! {
+            _ = &mut attempt => panic!("it does not wait for its turn"),
+            renewed = tokio::time::timeout(Duration::from_secs(60), renewed) => renewed.unwrap(),
+        }
+        drop(others);
+        assert!(matches!(attempt.await, Some(Ok(RetryEnd::Done))));
+    }
 }
