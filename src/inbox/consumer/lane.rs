@@ -577,7 +577,7 @@ mod tests {
     }
 
     /// A lane that has nothing to do, and what it reports.
-    async fn lane() -> (Parts, Lane, mpsc::UnboundedReceiver<Done>) {
+    pub(super) async fn lane() -> (Parts, Lane, mpsc::UnboundedReceiver<Done>) {
         let parts = parts(options(), Handlers::all(Fails(Arc::default()))).await;
         let (consumer, shared) = (parts.register().await, Arc::clone(&parts.shared));
         let (done, ends) = mpsc::unbounded_channel();
@@ -610,7 +610,7 @@ mod tests {
     async fn r25_a_message_that_is_stored_after_its_tries_wakes_its_key() {
         wakes_its_key(async |lane: &mut Lane, item: Item| {
             let error = HandlerError::retryable("not today");
-            settle::park(lane, item, ParkAs::Due(Duration::ZERO), 1, &error).await;
+            settle::park(lane, item, ParkAs::Due(Duration::ZERO), (1, false), &error).await;
         })
         .await;
     }

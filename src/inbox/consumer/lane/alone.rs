@@ -7,7 +7,7 @@
 //!
 //! Promise: the try of a suspect is counted right before its transaction begins. If a stop, a
 //! revocation or a transient failure prevents the try, the count is taken back when the message is
-//! left for later.
+//! left for later, also where it is left because it could not be stored.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -38,13 +38,16 @@ pub(super) enum Why {
 /// Runs the message until it is done, waiting, dead, or left for later. `was_counted`: its try in
 /// the batch was counted already.
 pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool) {
+    // `counted`: how many tries the database has counted, this one included where it is counted
+    // before it runs. `unspent`: the last of them was not made yet, so leaving takes it back.
+    let (mut counted, mut unspent) = (u32::from(was_counted), was_counted);
     let mut suspect = matches!(why, Why::Suspect);
     let mut failure = match why {
         Why::Failed(error) => {
             say_failed(lane, &item, 1, &error);
             Some(error)
         }
-        Why::WaitedForALock(error) => return wait_behind_its_key(lane, item, &error, 0).await,
+        Why::WaitedForALock(error) => return wait_behind_its_key(lane, item, &error, (counted, unspent)).await,
         Why::Suspect | Why::Transient => None,
     };
     if failure.is_none() {
@@ -62,9 +65,6 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
             }
         }
     }
-    // `counted`: how many tries the database has counted, this one included where it is counted
-    // before it runs. `unspent`: the last of them was not made yet, so leaving takes it back.
-    let (mut counted, mut unspent) = (u32::from(was_counted), was_counted);
     let shared = Arc::clone(&lane.shared);
     let mut blame = Blame::default();
     loop {
@@ -85,10 +85,12 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                         return lane.report(&item, End::Left);
                     }
                 }
-                Decision::Wait(after) => return settle::park(lane, item, ParkAs::Due(after), counted, &error).await,
+                Decision::Wait(after) => {
+                    return settle::park(lane, item, ParkAs::Due(after), (counted, unspent), &error).await;
+                }
                 Decision::Dead(reason) => {
                     let park_as = dies(lane, reason);
-                    return settle::park(lane, item, park_as, counted, &error).await;
+                    return settle::park(lane, item, park_as, (counted, unspent), &error).await;
                 }
             }
         }
@@ -113,7 +115,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 drop(alone);
                 let error = HandlerError::retryable(verdict::KILLS);
                 let park_as = dies(lane, ATTEMPTS);
-                return settle::park(lane, item, park_as, counted - 1, &error).await;
+                return settle::park(lane, item, park_as, (counted, unspent), &error).await;
             }
             alone.run(lane.transaction(std::slice::from_ref(&item), Some(counted))).await
         } else {
@@ -127,7 +129,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
             Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error)))
                 if error.is_transient() && error.is_late() =>
             {
-                return wait_behind_its_key(lane, item, &error, counted - u32::from(unspent)).await;
+                return wait_behind_its_key(lane, item, &error, (counted, unspent)).await;
             }
             Ok(BatchEnd::Done(outcomes)) => {
                 lane.went_well();
@@ -153,7 +155,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
         match blame.of(&shared, lane.consumer, may_be_its_own).await {
             Fault::Transient if blame.is_open() => lane.pause(&blame).await,
             Fault::Transient => lane.wait_out(&error).await,
-            Fault::Lasting => return wait_behind_its_key(lane, item, &error, counted - u32::from(unspent)).await,
+            Fault::Lasting => return wait_behind_its_key(lane, item, &error, (counted, unspent)).await,
             Fault::Its => {
                 let error = HandlerError::retryable(error);
                 say_failed(lane, &item, counted + u32::from(!unspent), &error);
@@ -165,10 +167,10 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
 
 /// Stores the message as waiting without counting a try: an operator sees it there, only its own
 /// key waits, and the lane goes on.
-async fn wait_behind_its_key(lane: &mut Lane, item: Item, error: &HandlerError, counted: u32) {
+async fn wait_behind_its_key(lane: &mut Lane, item: Item, error: &HandlerError, tries: (u32, bool)) {
     let after = lane.shared.options.retry.wait(1, fastrand::f64());
     let error = HandlerError::transient(blame::lasting(error));
-    settle::park(lane, item, ParkAs::Due(after), counted, &error).await;
+    settle::park(lane, item, ParkAs::Due(after), tries, &error).await;
 }
 
 /// Returns within 50 ms after the partition of the item was revoked.

@@ -23,10 +23,16 @@ const SHORT_MAX: usize = 1_000;
 /// Stores the message, then reports it as committed. Tries until that works, the consumer stops or
 /// the partition is taken away; the broker delivers it again then. A message that the database
 /// cannot take is stored as dead without its content: its partition goes on, and its coordinates
-/// show where the content is.
-pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u32, error: &HandlerError) {
+/// show where the content is. `unspent`: the last counted try was not made.
+pub(super) async fn park(
+    lane: &mut Lane,
+    item: Item,
+    park_as: ParkAs,
+    (counted, unspent): (u32, bool),
+    error: &HandlerError,
+) {
     let (message, error) = (item.message.clone(), Some(error.message.clone()));
-    let parked = Parked { message, park_as, attempts: tries, error };
+    let parked = Parked { message, park_as, attempts: counted - u32::from(unspent), error };
     let (mut blame, mut unstorable) = (Blame::default(), None);
     loop {
         match store(lane, &item, &parked, unstorable.as_deref()).await {
@@ -52,7 +58,7 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
                     lane.wait_out(&error).await;
                 }
                 if lane.is_left(&item) {
-                    return lane.report(&item, End::Left);
+                    return lane.leave(&[item], unspent).await;
                 }
             }
         }
@@ -192,4 +198,30 @@ async fn store_ended(shared: &Shared, consumer: ConsumerId, item: &Item) -> Resu
     tx.commit().await?;
     verdict::ended(&shared.options.name, &item.message);
     Ok(())
+}
+
+#[cfg(all(test, feature = "sqlite", feature = "embedded"))]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::super::tests::lane;
+    use super::*;
+    use crate::inbox::consumer::fixture::two;
+    use crate::inbox::consumer::lane::alone::{self, Why};
+    use crate::inbox::port::Inbox;
+
+    /// Shown by: a report alone. The next owner of the message found a try that nobody had made.
+    #[tokio::test]
+    async fn r26_a_message_that_is_left_because_it_cannot_be_stored_keeps_no_try_that_was_not_made() {
+        let (parts, mut lane, mut ends) = lane().await;
+        let (store, consumer) = (&parts.store, lane.consumer);
+        let [item, _] = two(&lane.shared);
+        let id = item.message.id;
+        store.begin_first_attempts(consumer, &[id]).await.unwrap();
+        sqlx::query("drop table oncebox_waiting").execute(store.pool()).await.unwrap();
+        item.source.revoke();
+        let why = Why::WaitedForALock(HandlerError::transient("locked"));
+        alone::run(&mut lane, item, why, true).await;
+        assert_eq!(ends.recv().await.unwrap().end, End::Left);
+        assert!(store.attempts(consumer, &[id]).await.unwrap().is_empty());
+    }
 }
