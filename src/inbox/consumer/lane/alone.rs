@@ -14,12 +14,12 @@ use std::time::Duration;
 
 use super::{Lane, settle};
 use crate::error::{HandlerError, StoreError};
-use crate::inbox::consumer::batch::BatchEnd;
+use crate::inbox::consumer::batch::{self, BatchEnd};
 use crate::inbox::consumer::blame::{self, Blame, Fault};
 use crate::inbox::consumer::calls::Failure;
 use crate::inbox::consumer::item::{End, Item};
 use crate::inbox::consumer::verdict;
-use crate::inbox::port::ParkAs;
+use crate::inbox::port::{ParkAs, Parked};
 use crate::observe::{self, DeliveryOutcome};
 use crate::time::pace::sleep_unless;
 use crate::time::retry::{ATTEMPTS, Decision};
@@ -152,7 +152,17 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
             Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error))) => (error.may_be_its_own(), error),
             Err(away) => (away.may_be_its_own(), HandlerError::transient(away)),
         };
-        match blame.of(&shared, lane.consumer, may_be_its_own).await {
+        let fault = blame.of(&shared, lane.consumer, may_be_its_own).await;
+        if fault != Fault::Transient && batch::handler_of(&shared, &item).is_none() {
+            // No retrier takes it, so as waiting it would hold its key for ever.
+            let Some(Parked { park_as, error: why, .. }) = batch::refused(&shared, &item) else {
+                lane.wait_out(&error).await;
+                continue;
+            };
+            let why = HandlerError::retryable(why.unwrap_or_default());
+            return settle::park(lane, item, park_as, (u32::from(unspent), unspent), &why).await;
+        }
+        match fault {
             Fault::Transient if blame.is_open() => lane.pause(&blame).await,
             Fault::Transient => lane.wait_out(&error).await,
             Fault::Lasting => return wait_behind_its_key(lane, item, &error, (counted, unspent)).await,
@@ -237,4 +247,44 @@ async fn leave(lane: &mut Lane, item: &Item, away: &StoreError, unspent: bool) -
         lane.leave(std::slice::from_ref(item), unspent).await;
     }
     leaves
+}
+
+#[cfg(all(test, feature = "sqlite", feature = "embedded"))]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::super::tests::lane;
+    use super::*;
+    use crate::inbox::consumer::Handlers;
+    use crate::inbox::consumer::fixture::two;
+    use crate::inbox::consumer::lane::DATABASE;
+    use crate::inbox::port::Inbox;
+    use crate::inbox::port::waiting::Waiting;
+    use crate::observe::PartState;
+
+    /// The inbox refuses the message while it takes those of others. Shown by: judging it as one
+    /// that a handler takes; it was stored as waiting, where no retrier looked for its kind.
+    #[tokio::test]
+    async fn r27_a_message_that_no_handler_takes_is_tried_until_it_is_acknowledged_and_never_waits() {
+        let (parts, mut lane, mut ends) = lane(Handlers::new()).await;
+        let (store, shared, consumer) = (&parts.store, &parts.shared, lane.consumer);
+        let [item, _] = two(shared);
+        let id = item.message.id;
+        let refuses = "create trigger refuses before insert on oncebox_inbox when new.content_hash <> zeroblob(16)
+            begin select raise(abort, 'no'); end";
+        sqlx::query(refuses).execute(store.pool()).await.unwrap();
+        shared.health.set(&shared.part, PartState::Ready);
+        let shown = async {
+            while !shared.health.lines().iter().any(|line| line.contains(DATABASE)) {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            sqlx::query("drop trigger refuses").execute(store.pool()).await.unwrap();
+        };
+        let run = run(&mut lane, item, Why::Transient, false);
+        let both = async { tokio::join!(run, shown) };
+        tokio::time::timeout(Duration::from_secs(60), both).await.unwrap();
+        assert_eq!(ends.recv().await.unwrap().end, End::Committed);
+        assert!(store.attempts(consumer, &[id]).await.unwrap().is_empty());
+        let stored = store.has_stored(consumer, 1).await.unwrap();
+        assert!(!stored, "it waits");
+    }
 }

@@ -205,6 +205,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::super::tests::lane;
     use super::*;
+    use crate::inbox::consumer::Handlers;
     use crate::inbox::consumer::fixture::two;
     use crate::inbox::consumer::lane::alone::{self, Why};
     use crate::inbox::port::Inbox;
@@ -212,7 +213,7 @@ mod tests {
     /// Shown by: a report alone. The next owner of the message found a try that nobody had made.
     #[tokio::test]
     async fn r26_a_message_that_is_left_because_it_cannot_be_stored_keeps_no_try_that_was_not_made() {
-        let (parts, mut lane, mut ends) = lane().await;
+        let (parts, mut lane, mut ends) = lane(Handlers::new()).await;
         let (store, consumer) = (&parts.store, lane.consumer);
         let [item, _] = two(&lane.shared);
         let id = item.message.id;
