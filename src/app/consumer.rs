@@ -192,7 +192,7 @@ pub(super) struct Run<'a> {
     pub(super) settings: &'a Settings,
     /// End after nothing came for this long, once all consumers have caught up.
     pub(super) until_idle: Option<Duration>,
-    /// Accept an id rule that is not the one that a consumer started with (R31).
+    /// Accept an id rule that is not the one that a consumer started with.
     pub(super) accept_id_rule: bool,
     pub(super) health: Health,
     pub(super) stop: CancellationToken,
