@@ -174,7 +174,7 @@ pub(super) async fn run(
         }
     }
     if let Err(error) = retrier.settle_up().await {
-        tracing::warn!(consumer = %retrier.shared.options.name, %error, "a lease was not given back; it runs out");
+        tracing::warn!(consumer = %retrier.shared.options.name, %error, "what follows a try was not written before the stop; its lease runs out, and the message then runs as suspect");
     }
 }
 
@@ -269,7 +269,8 @@ impl Retrier {
                 Ok(RetryEnd::LeaseLost) => return self.owes(Owed::GiveBack(run)),
                 Ok(RetryEnd::Ended) => {
                     self.desk.is_over(&run);
-                    run.iter().for_each(|one| verdict::ended(&self.shared.options.name, &one.message));
+                    let (name, holds) = (&self.shared.options.name, self.shared.options.holds());
+                    run.iter().for_each(|one| verdict::ended(name, &one.message, holds, one.message.attempt));
                     return self.wake_next(&run).await;
                 }
                 Ok(RetryEnd::Exhausted) => return self.exhausted(run.swap_remove(0)),
@@ -281,19 +282,16 @@ impl Retrier {
                         _ => continue,
                     }
                 }
-                Ok(RetryEnd::Failed(Failure::InSet(at, why))) if run.len() > 1 => {
+                // These come of several messages only: what fails with one message is its own.
+                Ok(RetryEnd::Failed(Failure::InSet(at, why))) => {
                     tracing::warn!(consumer = %self.shared.options.name, id = %run[at].message.id, messages = run.len(), %why, "waiting messages failed at this one; it runs alone");
                     self.give_back(&mut run, at.max(1)).await?;
                     continue;
                 }
-                Ok(RetryEnd::Failed(Failure::Unclear(_) | Failure::Locked(_))) if run.len() > 1 => {
+                Ok(RetryEnd::Failed(Failure::Unclear(_) | Failure::Locked(_))) => {
                     let half = run.len() / 2;
                     self.give_back(&mut run, half).await?;
                     continue;
-                }
-                Ok(RetryEnd::Failed(Failure::Locked(error))) => return self.lasts(run.swap_remove(0), &error.message),
-                Ok(RetryEnd::Failed(Failure::Unclear(why) | Failure::InSet(_, why))) => {
-                    return self.failed(run.swap_remove(0), HandlerError::retryable(why));
                 }
                 Ok(RetryEnd::Failed(Failure::Of(at, error))) => (at, error.may_be_its_own(), Ok(error)),
                 Err(error) => (run.len() / 2, error.may_be_its_own(), Err(error)),
@@ -397,8 +395,9 @@ impl Retrier {
                 // Also where nobody knows whether it is stored: the next try would find it done,
                 // and say nothing.
                 if matches!(buried, Ok(true) | Err(StoreError::CommitUnknown(_))) {
-                    tracing::error!(consumer = %shared.options.name, id = %head.message.id, sent_id = %head.message.id_text, topic = %head.message.topic, reason, holds, %error, "a message is dead");
-                    observe::delivered(&shared.options.name, DeliveryOutcome::Dead, 1);
+                    let (name, message) = (&shared.options.name, &head.message);
+                    verdict::is_dead(name, message, reason, holds, message.attempt, &error.message);
+                    observe::delivered(name, DeliveryOutcome::Dead, 1);
                 }
                 buried?;
             }

@@ -16,7 +16,6 @@ use super::{Lane, settle};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::consumer::batch::{self, BatchEnd};
 use crate::inbox::consumer::blame::{self, Blame, Fault};
-use crate::inbox::consumer::calls::Failure;
 use crate::inbox::consumer::item::{End, Item};
 use crate::inbox::consumer::verdict;
 use crate::inbox::port::{ParkAs, Parked};
@@ -126,11 +125,6 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
         // If its handler came to an end, the process survived it.
         suspect &= end.is_err();
         let (may_be_its_own, error) = match end {
-            Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error)))
-                if error.is_transient() && error.is_late() =>
-            {
-                return wait_behind_its_key(lane, item, &error, (counted, unspent)).await;
-            }
             Ok(BatchEnd::Done(outcomes)) => {
                 lane.went_well();
                 lane.wake_parked(std::slice::from_ref(&item), &outcomes).await;
@@ -140,16 +134,18 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 return lane.report(&item, End::Committed);
             }
             Ok(BatchEnd::Ended(_)) => return settle::transaction_ended(lane, item).await,
-            Ok(BatchEnd::Failed(Failure::Of(_, error))) if !error.is_transient() => {
-                say_failed(lane, &item, counted + u32::from(!unspent), &error);
-                failure = Some(error);
-                continue;
+            Ok(BatchEnd::Failed(failed)) => {
+                let error = failed.into_error();
+                if !error.is_transient() {
+                    say_failed(lane, &item, counted + u32::from(!unspent), &error);
+                    failure = Some(error);
+                    continue;
+                }
+                if error.is_late() {
+                    return wait_behind_its_key(lane, item, &error, (counted, unspent)).await;
+                }
+                (error.may_be_its_own(), error)
             }
-            Ok(BatchEnd::Failed(Failure::Unclear(why) | Failure::InSet(_, why))) => {
-                failure = Some(HandlerError::retryable(why));
-                continue;
-            }
-            Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error))) => (error.may_be_its_own(), error),
             Err(away) => (away.may_be_its_own(), HandlerError::transient(away)),
         };
         let fault = blame.of(&shared, lane.consumer, may_be_its_own).await;

@@ -182,21 +182,22 @@ struct Unstored<'a> {
 impl Drop for Unstored<'_> {
     fn drop(&mut self) {
         let (consumer, message, Some(why)) = (self.consumer, self.message, self.why.as_deref()) else { return };
-        tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, place = %message.coordinates, why, "a handler ended the transaction of this message, and the message could not be stored as dead before the stop: nothing else will tell of it");
+        tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, place = %message.coordinates, why, "a handler ended the transaction of this message, and the message could not be stored as dead before its lane ended: nothing else will tell of it");
     }
 }
 
 /// Stores as dead a message whose handler committed its transaction. The caller tries again after
 /// an error, because the message is stored nowhere else.
 async fn store_ended(shared: &Shared, consumer: ConsumerId, item: &Item) -> Result<(), StoreError> {
-    let parked = Parked { attempts: 1, ..dead(item, verdict::ENDED, verdict::WHY_ENDED, shared.options.holds()) };
+    let holds = shared.options.holds();
+    let parked = Parked { attempts: 1, ..dead(item, verdict::ENDED, verdict::WHY_ENDED, holds) };
     let mut tx = shared.store.begin(consumer).await?;
     if let Err(error) = tx.park(&[parked]).await {
         roll_back(tx).await;
         return Err(error);
     }
     tx.commit().await?;
-    verdict::ended(&shared.options.name, &item.message);
+    verdict::ended(&shared.options.name, &item.message, holds, 1);
     Ok(())
 }
 
