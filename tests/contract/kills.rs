@@ -113,6 +113,12 @@ impl MessageHandler<PostgresStore> for Meets {
     }
 }
 
+async fn sends(world: &World<PostgresStore>, broker: &Arc<dyn Broker>, topic: &str, name: &str) {
+    world.enqueue(topic, &[name]).await;
+    let options = RelayOptions { until_empty: true, ..relay_options() };
+    world.relay_to(Arc::clone(broker), options).task.await.unwrap().unwrap();
+}
+
 /// What kills the process may be in any of its consumers.
 ///
 /// Shown by: consumers that know nothing of each other.
@@ -123,11 +129,6 @@ async fn r26_a_suspect_message_runs_beside_no_message_of_another_consumer_of_its
         let file = directory.path().join("broker.db");
         let broker: Arc<dyn Broker> = Arc::new(EmbeddedBroker::open(EmbeddedConfig::new(&file)).await.unwrap());
         broker.declare(&["t".to_owned(), "u".to_owned()]).await.unwrap();
-        let send = async |topic: &str, name: &str| {
-            world.enqueue(topic, &[name]).await;
-            let options = RelayOptions { until_empty: true, ..relay_options() };
-            world.relay_to(Arc::clone(&broker), options).task.await.unwrap().unwrap();
-        };
         world.left_open(0..4).await;
         let mut ledger = ConsumerSettings::new("ledger", vec!["t".to_owned()]);
         // No try is to spare, so each suspect runs alone.
@@ -144,9 +145,9 @@ async fn r26_a_suspect_message_runs_beside_no_message_of_another_consumer_of_its
         let (stop, health) = (CancellationToken::new(), world.health.clone());
         let token = stop.clone();
         let running = tokio::spawn(async move { run_consumers_with(&settings, handlers, health, token).await });
-        send("u", "u1").await;
+        sends(&world, &broker, "u", "u1").await;
         eventually("the other one runs", SOON, || async { both.entered.load(Ordering::Acquire).then_some(()) }).await;
-        send("t", "a1").await;
+        sends(&world, &broker, "t", "a1").await;
         let is_done = || async { (both.done.load(Ordering::Acquire) == 2).then_some(()) };
         eventually("both are handled", SOON, is_done).await;
         assert!(!both.has_met.load(Ordering::Acquire), "the suspect ran beside the other one");

@@ -216,7 +216,7 @@ mod tests {
         assert!(named("outboxes").is_ok());
     }
 
-    /// Shown by: checking the retries of a configuration only. Every suspect was dead without a run.
+    /// Shown by: checking a configuration only. Every suspect was dead without a run.
     #[test]
     fn a_policy_without_an_attempt_is_refused_also_where_the_options_are_made_in_rust() {
         let mut options = ConsumerOptions::new("ledger", Vec::new());

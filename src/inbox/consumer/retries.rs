@@ -6,10 +6,10 @@
 //! removed after the proof. So a handler that commits by itself leaves them dead, and they are not
 //! lost, also where the process dies then. A head whose last lease expired may have killed its
 //! process: it runs with no message beside it for its first second, and its try is counted before.
-//! Its lease is renewed while it waits for that turn. A message that failed before runs alone in its transaction, beside other messages, and its try is
-//! counted when it fails. Messages that were never tried run in batches, so a key is drained as
-//! fast as it was filled. A failure that lasts while the database works for others postpones its
-//! message again and again and counts nothing.
+//! Its lease is renewed while it waits for that turn. A message that failed before runs alone in
+//! its transaction, beside other messages, and its try is counted when it fails. Messages that were
+//! never tried run in batches, so a key is drained as fast as it was filled. A failure that lasts
+//! while the database works for others postpones its message again and again and counts nothing.
 //!
 //! Not here: when the next try is (`time::retry`), and the statements (`store::sql::waiting`).
 
@@ -442,7 +442,7 @@ async fn keep_leased(shared: &Shared, head: &LeasedMessage) {
     let RowLease { length, .. } = new_lease(shared);
     loop {
         tokio::time::sleep(length / 2).await;
-        // Where the database is away, the lease may still be ours later: the count of the try tells.
+        // Where the database is away, the count of the try tells whether the lease is still ours.
         if let Ok(false) = shared.store.renew(head, length).await {
             return;
         }

@@ -144,8 +144,8 @@ async fn ask(shared: &Shared, tx: &mut dyn InboxTx, give_up: &CancellationToken)
     }
 }
 
-/// Shows a trouble while the end of a transaction is unknown. Dropped, also by an abort of its task,
-/// it ends the trouble, and tells of a transaction whose end nobody will learn.
+/// Shows a trouble while the end of a transaction is unknown. Dropped, also by an abort of its
+/// task, it ends the trouble, and tells of a transaction whose end nobody will learn.
 struct Unknown<'a> {
     shared: &'a Shared,
     number: u64,

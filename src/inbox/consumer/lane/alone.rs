@@ -2,8 +2,9 @@
 //!
 //! Promise: a suspect message has its try counted outside the handler's transaction, before the
 //! handler runs, and no other message of the process's consumers runs beside it for the first
-//! second, so that if the process dies, this message is counted and no other (R26). All other messages that run alone
-//! in their transaction run beside other lanes: one that waits for a lock delays only its own lane.
+//! second, so that if the process dies, this message is counted and no other (R26). All other
+//! messages that run alone in their transaction run beside other lanes: one that waits for a lock
+//! delays only its own lane.
 //!
 //! Promise: the try of a suspect is counted right before its transaction begins. If a stop, a
 //! revocation or a transient failure prevents the try, the count is taken back when the message is
@@ -254,8 +255,8 @@ mod tests {
     use crate::inbox::consumer::fixture::two;
     use crate::inbox::consumer::lane::DATABASE;
     use crate::inbox::port::Inbox;
-    use crate::inbox::port::waiting::Waiting;
     use crate::observe::PartState;
+    use crate::store::base::Base;
 
     /// The inbox refuses the message while it takes those of others. Shown by: judging it as one
     /// that a handler takes; it was stored as waiting, where no retrier looked for its kind.
@@ -275,12 +276,26 @@ mod tests {
             }
             sqlx::query("drop trigger refuses").execute(store.pool()).await.unwrap();
         };
-        let run = run(&mut lane, item, Why::Transient, false);
-        let both = async { tokio::join!(run, shown) };
+        let both = async { tokio::join!(run(&mut lane, item, Why::Transient, false), shown) };
         tokio::time::timeout(Duration::from_secs(60), both).await.unwrap();
         assert_eq!(ends.recv().await.unwrap().end, End::Committed);
         assert!(store.attempts(consumer, &[id]).await.unwrap().is_empty());
-        let stored = store.has_stored(consumer, 1).await.unwrap();
-        assert!(!stored, "it waits");
+        assert!(!store.has_stored(consumer, 1).await.unwrap(), "it waits");
+    }
+
+    /// Shown by: a report alone. The next owner of the message found a try that nobody had made.
+    #[tokio::test]
+    async fn r26_a_message_that_is_left_because_it_cannot_be_stored_keeps_no_try_that_was_not_made() {
+        let (parts, mut lane, mut ends) = lane(Handlers::new()).await;
+        let (store, consumer) = (&parts.store, lane.consumer);
+        let [item, _] = two(&lane.shared);
+        let id = item.message.id;
+        store.begin_first_attempts(consumer, &[id]).await.unwrap();
+        sqlx::query("drop table oncebox_waiting").execute(store.pool()).await.unwrap();
+        item.source.revoke();
+        let why = Why::WaitedForALock(HandlerError::transient("locked"));
+        run(&mut lane, item, why, true).await;
+        assert_eq!(ends.recv().await.unwrap().end, End::Left);
+        assert!(store.attempts(consumer, &[id]).await.unwrap().is_empty());
     }
 }

@@ -200,30 +200,3 @@ async fn store_ended(shared: &Shared, consumer: ConsumerId, item: &Item) -> Resu
     verdict::ended(&shared.options.name, &item.message, holds, 1);
     Ok(())
 }
-
-#[cfg(all(test, feature = "sqlite", feature = "embedded"))]
-mod tests {
-    #![allow(clippy::unwrap_used)]
-    use super::super::tests::lane;
-    use super::*;
-    use crate::inbox::consumer::Handlers;
-    use crate::inbox::consumer::fixture::two;
-    use crate::inbox::consumer::lane::alone::{self, Why};
-    use crate::inbox::port::Inbox;
-
-    /// Shown by: a report alone. The next owner of the message found a try that nobody had made.
-    #[tokio::test]
-    async fn r26_a_message_that_is_left_because_it_cannot_be_stored_keeps_no_try_that_was_not_made() {
-        let (parts, mut lane, mut ends) = lane(Handlers::new()).await;
-        let (store, consumer) = (&parts.store, lane.consumer);
-        let [item, _] = two(&lane.shared);
-        let id = item.message.id;
-        store.begin_first_attempts(consumer, &[id]).await.unwrap();
-        sqlx::query("drop table oncebox_waiting").execute(store.pool()).await.unwrap();
-        item.source.revoke();
-        let why = Why::WaitedForALock(HandlerError::transient("locked"));
-        alone::run(&mut lane, item, why, true).await;
-        assert_eq!(ends.recv().await.unwrap().end, End::Left);
-        assert!(store.attempts(consumer, &[id]).await.unwrap().is_empty());
-    }
-}
