@@ -48,7 +48,7 @@ metrics_table! {
     HANDLER_SECONDS "oncebox_handler_duration_seconds" Histogram Seconds "consumer" "time in handlers, one message or one set";
     INBOX_ROWS "oncebox_inbox_rows" Gauge Count "consumer" "inbox rows: what retention must keep bounded";
     INBOX_PURGED "oncebox_inbox_purged_total" Counter Count "consumer" "inbox rows that were older than the horizon and are gone";
-    IN_FLIGHT "oncebox_consumer_in_flight" Gauge Count "consumer" "deliveries taken and not yet acknowledged";
+    IN_FLIGHT "oncebox_consumer_in_flight" Gauge Count "consumer" "deliveries that run, wait for their turn or are set aside";
     ACK_FAILURES "oncebox_acknowledge_failures_total" Counter Count "consumer" "acknowledgements that did not arrive: redelivery follows, the inbox knows";
     LOST_RECORDS "oncebox_lost_records_total" Counter Count "topic" "the alert: records that the broker deleted before a consumer got them: their effects are missing";
     EMAILS "oncebox_emails_total" Counter Count "outcome" "tries of e-mails by what the e-mail was then: sent, refused, possibly-sent, waiting, dead";

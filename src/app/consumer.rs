@@ -192,7 +192,7 @@ pub(super) struct Run<'a> {
     pub(super) settings: &'a Settings,
     /// A consumer ends after nothing came to it for this long, once it has caught up.
     pub(super) until_idle: Option<Duration>,
-    /// Accept an id rule that is not the one that a consumer started with (R31).
+    /// Accept an id rule that is not the one that a consumer started with.
     pub(super) accept_id_rule: bool,
     pub(super) health: Health,
     pub(super) stop: CancellationToken,
@@ -232,13 +232,14 @@ impl Run<'_> {
         let store: S = open_store_with(self.settings, with_lanes, waits).await?;
         ready(&store, self.settings, waits).await?;
         let duties = store.clone().into_duties();
-        let mut ready_to_run = Vec::new();
+        let (mut ready_to_run, solo) = (Vec::new(), Arc::default());
         for (settings, options) in options {
             let handlers = match handlers.remove(&settings.name) {
                 Some(handlers) => handlers,
                 None => self.handlers_of::<S>(&store, settings).await?,
             };
-            ready_to_run.push(Consumer::new(
+            ready_to_run.push(Consumer::beside(
+                Arc::clone(&solo),
                 store.clone(),
                 AnyBroker::clone(&broker),
                 handlers,

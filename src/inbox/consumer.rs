@@ -84,7 +84,7 @@ struct Shared {
     health: Health,
     part: String,
     /// Makes a suspect message run alone in this process (R26).
-    solo: Solo,
+    solo: Arc<Solo>,
     /// Since when the database has given no sign of life.
     silence: Silence,
     /// The tries that are counted and not made yet.
@@ -101,7 +101,23 @@ struct Shared {
 
 impl Consumer {
     /// Makes a consumer; [`Consumer::run`] starts its work.
+    ///
+    /// It knows of no other consumer: a suspect message runs with nothing of this one beside it.
+    /// Where a process has several, run them by `app::run_consumers_with`: a suspect message of one
+    /// then runs with nothing of any of them beside it.
     pub fn new<S: Store>(
+        store: S,
+        broker: Arc<dyn Broker>,
+        handlers: Handlers<S>,
+        options: ConsumerOptions,
+        health: Health,
+    ) -> Self {
+        Self::beside(Arc::default(), store, broker, handlers, options, health)
+    }
+
+    /// Makes a consumer beside others in one process: all of them have the same `solo`.
+    pub(crate) fn beside<S: Store>(
+        solo: Arc<Solo>,
         store: S,
         broker: Arc<dyn Broker>,
         handlers: Handlers<S>,
@@ -113,7 +129,6 @@ impl Consumer {
             options.warn_of_one_writer();
         }
         let part = format!("consumer {}", options.name);
-        let (solo, parked) = (Solo::default(), Notify::new());
         let handlers = handlers.by_kind();
         let places = broker.places(&subscription(&options));
         let scope = Scope { topics: options.topics.clone(), places, kinds: handlers.kinds() };
@@ -128,7 +143,7 @@ impl Consumer {
             solo,
             silence: Silence::default(),
             unspent: Unspent::default(),
-            parked,
+            parked: Notify::new(),
             retrying: AtomicUsize::new(0),
             is_full: AtomicBool::new(false),
             is_forgotten: AtomicBool::new(false),

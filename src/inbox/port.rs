@@ -37,8 +37,7 @@ pub struct ConsumerId(pub i32);
 pub struct ConsumerSpec {
     /// The name of the consumer, unique in the database.
     pub name: String,
-    /// Its id rule as text, stored at the first start; another one is refused unless `accept` is
-    /// set (R31).
+    /// Its id rule as text, stored at the first start. Without `accept` another one is refused.
     pub id_rule: String,
     /// The operator accepts a changed id rule.
     pub accept: bool,

@@ -1,15 +1,24 @@
 //! A handler that kills its process (R26): a process of its own, this same program.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
+use oncebox::app::config::{ConsumerSettings, Secret, Settings};
+use oncebox::app::{HandlersByConsumer, run_consumers_with};
+use oncebox::broker::Broker;
+use oncebox::broker::embedded::{EmbeddedBroker, EmbeddedConfig};
+use oncebox::store::postgres::PostgresStore;
 use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base as _, StoreOptions};
-use oncebox::{ConsumerOptions, Handlers};
+use oncebox::{ConsumerOptions, HandlerError, HandlerTx, Handlers, Message, MessageHandler, RelayOptions, async_trait};
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::kit::{Act, Does, DoesAll, SOON, Sql, World, consumer_options, on_all, sqlite};
+use super::kit::{
+    Act, Does, DoesAll, HANGS, SOON, Sql, World, consumer_options, on_all, on_postgres, relay_options, sqlite,
+};
 use super::support::{deaths_of, eventually};
 
 on_all! {
@@ -78,4 +87,72 @@ async fn r26_what_a_dead_process_had_in_flight_runs_in_batches<S: Sql>(world: Wo
     assert!(calls <= 30, "{calls} calls of a handler that takes a hundred messages at once");
     let attempts = world.store.texts(&format!("select cast(attempts as char(9)) from {}attempt", S::PREFIX)).await;
     assert!(attempts.is_empty(), "{attempts:?}");
+}
+
+/// The handler of two consumers of one process: that of `u1` waits a while for that of `a1`.
+#[derive(Debug, Clone, Default)]
+struct Meets {
+    entered: Arc<AtomicBool>,
+    has_met: Arc<AtomicBool>,
+    other: Arc<Notify>,
+    done: Arc<AtomicU32>,
+}
+
+#[async_trait]
+impl MessageHandler<PostgresStore> for Meets {
+    async fn handle(&self, message: &Message, _: &mut HandlerTx<'_, PostgresStore>) -> Result<(), HandlerError> {
+        if message.topic == "u" {
+            self.entered.store(true, Ordering::Release);
+            let met = tokio::time::timeout(HANGS, self.other.notified()).await;
+            self.has_met.store(met.is_ok(), Ordering::Release);
+        } else {
+            self.other.notify_one();
+        }
+        self.done.fetch_add(1, Ordering::Release);
+        Ok(())
+    }
+}
+
+async fn sends(world: &World<PostgresStore>, broker: &Arc<dyn Broker>, topic: &str, name: &str) {
+    world.enqueue(topic, &[name]).await;
+    let options = RelayOptions { until_empty: true, ..relay_options() };
+    world.relay_to(Arc::clone(broker), options).task.await.unwrap().unwrap();
+}
+
+/// What kills the process may be in any of its consumers.
+///
+/// Shown by: consumers that know nothing of each other.
+#[tokio::test]
+async fn r26_a_suspect_message_runs_beside_no_message_of_another_consumer_of_its_process() {
+    on_postgres("r26_two_consumers", |world| async move {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("broker.db");
+        let broker: Arc<dyn Broker> = Arc::new(EmbeddedBroker::open(EmbeddedConfig::new(&file)).await.unwrap());
+        broker.declare(&["t".to_owned(), "u".to_owned()]).await.unwrap();
+        world.left_open(0..4).await;
+        let mut ledger = ConsumerSettings::new("ledger", vec!["t".to_owned()]);
+        // No try is to spare, so each suspect runs alone.
+        ledger.retry.attempts_max = 1;
+        let mut settings = Settings { consumer: vec![ledger], ..Settings::default() };
+        settings.database.url = Secret(world.url.clone());
+        settings.broker.url = Secret(format!("embedded://{}", file.display()));
+        let both = Meets::default();
+        let handlers = HandlersByConsumer::new().consumer("ledger", ["t"], Handlers::all(both.clone())).consumer(
+            "other",
+            ["u"],
+            Handlers::all(both.clone()),
+        );
+        let (stop, health) = (CancellationToken::new(), world.health.clone());
+        let token = stop.clone();
+        let running = tokio::spawn(async move { run_consumers_with(&settings, handlers, health, token).await });
+        sends(&world, &broker, "u", "u1").await;
+        eventually("the other one runs", SOON, || async { both.entered.load(Ordering::Acquire).then_some(()) }).await;
+        sends(&world, &broker, "t", "a1").await;
+        let is_done = || async { (both.done.load(Ordering::Acquire) == 2).then_some(()) };
+        eventually("both are handled", SOON, is_done).await;
+        assert!(!both.has_met.load(Ordering::Acquire), "the suspect ran beside the other one");
+        stop.cancel();
+        running.await.unwrap().unwrap();
+    })
+    .await;
 }

@@ -511,7 +511,6 @@ impl ConsumerSettings {
         options.horizon = self.horizon;
         options.shutdown_grace = shutdown_grace;
         options.retry = self.retry;
-        options.retry.validate().map_err(|why| bad("retry", &why.to_string()))?;
         options.check()?;
         Ok(options.of_store(has_one_writer))
     }

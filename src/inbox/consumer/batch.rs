@@ -11,6 +11,7 @@ use tokio_util::sync::CancellationToken;
 use super::Shared;
 use super::admission::{Fate, admit};
 use super::calls::{Failure, Wanted};
+use super::handlers::Handler;
 use super::item::Item;
 use super::options::Unhandled;
 use super::transaction::{NotCommitted, commit, handle, roll_back, undo, unless};
@@ -128,24 +129,17 @@ async fn body(
                 parked.push(out_of_time(item, reason));
                 DeliveryOutcome::Dead
             }
-            Fate::New | Fate::Behind if item.unusable.is_some() => {
-                let why = item.unusable.as_deref().unwrap_or_default();
-                parked.push(dead(item, "no-usable-id", why, false));
-                DeliveryOutcome::Dead
-            }
-            // A message without a handler has no effect that could come too early, so it does not
-            // wait behind its key.
-            Fate::Behind if shared.handlers.find(&item.message.kind).is_some() => {
-                let message = item.message.clone();
-                parked.push(Parked { message, park_as: ParkAs::Behind, attempts: 0, error: None });
-                DeliveryOutcome::Retried
-            }
-            Fate::New | Fate::Behind => match shared.handlers.find(&item.message.kind) {
-                None if shared.options.unhandled == Unhandled::Acknowledge => DeliveryOutcome::Unhandled,
+            Fate::New | Fate::Behind => match handler_of(shared, item) {
+                // A message without a handler has no effect that could come too early, so it does
+                // not wait behind its key.
                 None => {
-                    let error = format!("no handler takes the kind `{}`", item.message.kind);
-                    parked.push(dead(item, "unhandled", &error, false));
-                    DeliveryOutcome::Unhandled
+                    parked.extend(refused(shared, item));
+                    if item.unusable.is_some() { DeliveryOutcome::Dead } else { DeliveryOutcome::Unhandled }
+                }
+                Some(_) if *fate == Fate::Behind => {
+                    let message = item.message.clone();
+                    parked.push(Parked { message, park_as: ParkAs::Behind, attempts: 0, error: None });
+                    DeliveryOutcome::Retried
                 }
                 Some((number, handler)) => {
                     let (in_sets, lane) = (handler.takes_sets(), item.lane_id);
@@ -174,16 +168,26 @@ async fn body(
     Ok(Body::Commit { outcomes, handled, parked })
 }
 
+/// The handler that takes the item, and its number; `None` without a usable id.
+pub(super) fn handler_of<'a>(shared: &'a Shared, item: &Item) -> Option<(usize, &'a dyn Handler)> {
+    if item.unusable.is_some() { None } else { shared.handlers.find(&item.message.kind) }
+}
+
+/// The stored form of an item that no handler takes; `None` if it is acknowledged only.
+pub(super) fn refused(shared: &Shared, item: &Item) -> Option<Parked> {
+    if let Some(why) = &item.unusable {
+        return Some(dead(item, "no-usable-id", why, false));
+    }
+    let error = || format!("no handler takes the kind `{}`", item.message.kind);
+    (shared.options.unhandled == Unhandled::Dead).then(|| dead(item, "unhandled", &error(), false))
+}
+
 /// The new items that are unfinished if the transaction ends too early, including items that no
 /// handler has seen yet or that were to be stored: their inbox rows were inserted together, so they
 /// were committed together.
 fn owed(shared: &Arc<Shared>, items: &[Item], fates: &[Fate]) -> Vec<usize> {
-    let is_done = |item: &Item| {
-        item.unusable.is_none()
-            && shared.options.unhandled == Unhandled::Acknowledge
-            && shared.handlers.find(&item.message.kind).is_none()
-    };
+    let is_owed = |item: &Item| handler_of(shared, item).is_some() || refused(shared, item).is_some();
     let is_new = |fate: &Fate| matches!(fate, Fate::New | Fate::Behind);
-    let new = items.iter().zip(fates).enumerate().filter(|(_, (item, fate))| is_new(fate) && !is_done(item));
+    let new = items.iter().zip(fates).enumerate().filter(|(_, (item, fate))| is_new(fate) && is_owed(item));
     new.map(|(index, _)| index).collect()
 }

@@ -100,6 +100,14 @@ impl Failure {
         }
     }
 
+    /// The error alone: of one message, whose failure is its own.
+    pub(super) fn into_error(self) -> HandlerError {
+        match self {
+            Self::Of(_, error) | Self::Locked(error) => error,
+            Self::InSet(_, why) | Self::Unclear(why) => HandlerError::retryable(why),
+        }
+    }
+
     /// The same failure, where the connection was lost, whatever error the handler made of it.
     /// `first` is the item that it belongs to where that is not known.
     pub(super) fn lost(self, first: usize) -> Self {

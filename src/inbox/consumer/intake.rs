@@ -109,6 +109,15 @@ struct Intake<'a> {
     stands_since: Option<Instant>,
 }
 
+/// Nothing is in flight of a session that is over, also of one that is cut off.
+struct Gauge<'a>(&'a Shared);
+
+impl Drop for Gauge<'_> {
+    fn drop(&mut self) {
+        observe::in_flight(&self.0.options.name, 0);
+    }
+}
+
 /// Serves one subscriber until the stop, idleness, or its error.
 pub(super) async fn run(
     shared: &Arc<Shared>,
@@ -116,6 +125,7 @@ pub(super) async fn run(
     subscriber: Box<dyn Subscriber>,
     stop: &CancellationToken,
 ) -> Result<RunEnd, BrokerError> {
+    let _gauge = Gauge(shared);
     let (done_sender, mut done) = mpsc::unbounded_channel();
     let (lanes_stop, abandon) = (CancellationToken::new(), CancellationToken::new());
     let mut tasks = JoinSet::new();
@@ -558,7 +568,8 @@ impl Intake<'_> {
                 Err(_) => Some(format!("the database did not answer within {CLOSE_MAX:?}")),
             };
             if let Some(why) = why {
-                tracing::warn!(consumer = %shared.options.name, %why, "clean stop not stored; the next start treats its messages as suspect");
+                let (place, partition) = (&holding.topic, holding.partition);
+                tracing::warn!(consumer = %shared.options.name, %place, partition, %why, "the row of a partition was not closed; its next owner treats its first messages as suspect");
             }
             drop(guard);
         }));
@@ -608,7 +619,8 @@ impl Intake<'_> {
     }
 
     /// Ends all. If the subscriber is `alive`, what is done is acknowledged, and the partitions of
-    /// which nothing runs are closed.
+    /// which nothing runs are closed. After an error their rows stay open, as where a process died:
+    /// the next owner counts the first tries before they are made.
     async fn close(mut self, alive: bool) {
         if alive {
             let ids: Vec<_> = self.sources.keys().cloned().collect();

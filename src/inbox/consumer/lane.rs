@@ -294,8 +294,7 @@ impl Lane {
     /// waiting, untried: the retriers find out which of them can run.
     fn all_wait(&self, items: Vec<Item>, error: &HandlerError, tries: Tries, stack: &mut Vec<Work>) {
         let counted = matches!(tries, Tries::Counted);
-        let is_handled =
-            |item: &Item| item.unusable.is_none() && self.shared.handlers.find(&item.message.kind).is_some();
+        let is_handled = |item: &Item| batch::handler_of(&self.shared, item).is_some();
         let (waiting, others): (Vec<_>, Vec<_>) = items.into_iter().partition(is_handled);
         tracing::warn!(consumer = %self.shared.options.name, messages = waiting.len(), %error, "too many messages wait for a lock; they are stored");
         stack.push(Work::Batch(others, tries));
@@ -577,8 +576,8 @@ mod tests {
     }
 
     /// A lane that has nothing to do, and what it reports.
-    async fn lane() -> (Parts, Lane, mpsc::UnboundedReceiver<Done>) {
-        let parts = parts(options(), Handlers::all(Fails(Arc::default()))).await;
+    pub(super) async fn lane(handlers: Handlers<SqliteStore>) -> (Parts, Lane, mpsc::UnboundedReceiver<Done>) {
+        let parts = parts(options(), handlers).await;
         let (consumer, shared) = (parts.register().await, Arc::clone(&parts.shared));
         let (done, ends) = mpsc::unbounded_channel();
         let (stop, abandon) = (CancellationToken::new(), CancellationToken::new());
@@ -590,7 +589,7 @@ mod tests {
     /// it: what is the first one now has no due time. Only a wake, or a sweep, which nobody makes
     /// here, gives it one.
     async fn wakes_its_key(stores: impl AsyncFnOnce(&mut Lane, Item)) {
-        let (parts, mut lane, mut ends) = lane().await;
+        let (parts, mut lane, mut ends) = lane(Handlers::all(Fails(Arc::default()))).await;
         let consumer = lane.consumer;
         let [first, second] = two(&lane.shared);
         let mut tx = parts.store.begin(consumer).await.unwrap();
@@ -610,7 +609,7 @@ mod tests {
     async fn r25_a_message_that_is_stored_after_its_tries_wakes_its_key() {
         wakes_its_key(async |lane: &mut Lane, item: Item| {
             let error = HandlerError::retryable("not today");
-            settle::park(lane, item, ParkAs::Due(Duration::ZERO), 1, &error).await;
+            settle::park(lane, item, ParkAs::Due(Duration::ZERO), (1, false), &error).await;
         })
         .await;
     }
@@ -625,7 +624,7 @@ mod tests {
     /// also where this lane had counted none; setting a message aside with its try counted.
     #[tokio::test]
     async fn r26_a_lane_that_leaves_a_message_takes_back_its_own_try_only() {
-        let (parts, mut lane, mut ends) = lane().await;
+        let (parts, mut lane, mut ends) = lane(Handlers::new()).await;
         let (store, consumer) = (&parts.store, lane.consumer);
         let due = |may_be_counted| Tries::Due { ids: Vec::new(), may_be_counted };
         let counted = [(Tries::Counted, 1), (due(true), 1), (due(false), 2)];

@@ -26,7 +26,8 @@ pub(super) fn tell(consumer: &str, source: &PartitionId, because: Break) -> Stri
         }
         Break::BeyondEnd { stood, end } => format!(
             "{place} ends at offset {end}, before {stood}, where the consumer stood: the broker lost records, \
-             or the topic was made anew; it is consumed from its beginning, and what was handled is known"
+             or the topic was made anew; it is consumed from its beginning, and the inbox knows what was handled, unless `id_epoch` \
+             is new"
         ),
         Break::Lost { stood, first } => {
             observe::lost_records(&source.place, u64::try_from(first - stood).unwrap_or_default());

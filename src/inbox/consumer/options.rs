@@ -163,14 +163,16 @@ impl ConsumerOptions {
         self
     }
 
-    /// Refuses a time above 100 years, and the name `outbox`: it means the outbox wherever dead
-    /// messages are counted or listed, so one of the two would hide those of the other.
+    /// Refuses a time above 100 years, retries that cannot be, and the name `outbox`: it means the
+    /// outbox wherever dead messages are counted or listed, so one of the two would hide those of
+    /// the other.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.name == "outbox" {
             let why =
                 "consumer `outbox`: this name means the outbox in `dead list` and in the metrics; choose another one";
             return Err(why.to_owned());
         }
+        self.retry.validate().map_err(|why| format!("consumer `{}`: retry: {why}", self.name))?;
         let horizon = self.horizon.unwrap_or_default();
         bound::check([
             ("handler_timeout", self.handler_timeout),
@@ -212,6 +214,14 @@ mod tests {
         let named = |name: &str| ConsumerOptions::new(name, Vec::new()).check();
         assert!(named("outbox").is_err_and(|refused| refused.contains("choose another one")));
         assert!(named("outboxes").is_ok());
+    }
+
+    /// Shown by: checking a configuration only. Every suspect was dead without a run.
+    #[test]
+    fn a_policy_without_an_attempt_is_refused_also_where_the_options_are_made_in_rust() {
+        let mut options = ConsumerOptions::new("ledger", Vec::new());
+        options.retry.attempts_max = 0;
+        assert!(options.check().is_err_and(|refused| refused.contains("consumer `ledger`: retry: `attempts_max`")));
     }
 
     /// Shown by: the defaults of a server on every store.

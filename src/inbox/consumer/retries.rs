@@ -5,11 +5,11 @@
 //! While their handlers run they are dead in that transaction (`transaction-ended`), and they are
 //! removed after the proof. So a handler that commits by itself leaves them dead, and they are not
 //! lost, also where the process dies then. A head whose last lease expired may have killed its
-//! process: it runs with nothing beside it for its first second, and its try is counted before. A
-//! message that failed before runs alone in its transaction, beside other messages, and its try is
-//! counted when it fails. Messages that were never tried run in batches, so a key is drained as
-//! fast as it was filled. A failure that lasts while the database works for others postpones its
-//! message again and again and counts nothing.
+//! process: it runs with no message beside it for its first second, and its try is counted before.
+//! Its lease is renewed while it waits for that turn. A message that failed before runs alone in
+//! its transaction, beside other messages, and its try is counted when it fails. Messages that were
+//! never tried run in batches, so a key is drained as fast as it was filled. A failure that lasts
+//! while the database works for others postpones its message again and again and counts nothing.
 //!
 //! Not here: when the next try is (`time::retry`), and the statements (`store::sql::waiting`).
 
@@ -174,7 +174,7 @@ pub(super) async fn run(
         }
     }
     if let Err(error) = retrier.settle_up().await {
-        tracing::warn!(consumer = %retrier.shared.options.name, %error, "a lease was not given back; it runs out");
+        tracing::warn!(consumer = %retrier.shared.options.name, %error, "what follows a try was not written before the stop; its lease runs out, and the message then runs as suspect");
     }
 }
 
@@ -234,7 +234,7 @@ impl Retrier {
             None => return Ok(Due::NothingFor(POLL)),
         }
         let busy = Busy::of(&shared);
-        let lease = RowLease::new(shared.options.handler_timeout + LEASE_SPARE);
+        let lease = new_lease(&shared);
         self.in_doubt = Some(lease);
         let Some(head) = shared.store.lease_due(consumer, &shared.scope, &lease).await? else {
             self.in_doubt = None;
@@ -269,7 +269,8 @@ impl Retrier {
                 Ok(RetryEnd::LeaseLost) => return self.owes(Owed::GiveBack(run)),
                 Ok(RetryEnd::Ended) => {
                     self.desk.is_over(&run);
-                    run.iter().for_each(|one| verdict::ended(&self.shared.options.name, &one.message));
+                    let (name, holds) = (&self.shared.options.name, self.shared.options.holds());
+                    run.iter().for_each(|one| verdict::ended(name, &one.message, holds, one.message.attempt));
                     return self.wake_next(&run).await;
                 }
                 Ok(RetryEnd::Exhausted) => return self.exhausted(run.swap_remove(0)),
@@ -281,19 +282,16 @@ impl Retrier {
                         _ => continue,
                     }
                 }
-                Ok(RetryEnd::Failed(Failure::InSet(at, why))) if run.len() > 1 => {
+                // These come of several messages only: what fails with one message is its own.
+                Ok(RetryEnd::Failed(Failure::InSet(at, why))) => {
                     tracing::warn!(consumer = %self.shared.options.name, id = %run[at].message.id, messages = run.len(), %why, "waiting messages failed at this one; it runs alone");
                     self.give_back(&mut run, at.max(1)).await?;
                     continue;
                 }
-                Ok(RetryEnd::Failed(Failure::Unclear(_) | Failure::Locked(_))) if run.len() > 1 => {
+                Ok(RetryEnd::Failed(Failure::Unclear(_) | Failure::Locked(_))) => {
                     let half = run.len() / 2;
                     self.give_back(&mut run, half).await?;
                     continue;
-                }
-                Ok(RetryEnd::Failed(Failure::Locked(error))) => return self.lasts(run.swap_remove(0), &error.message),
-                Ok(RetryEnd::Failed(Failure::Unclear(why) | Failure::InSet(_, why))) => {
-                    return self.failed(run.swap_remove(0), HandlerError::retryable(why));
                 }
                 Ok(RetryEnd::Failed(Failure::Of(at, error))) => (at, error.may_be_its_own(), Ok(error)),
                 Err(error) => (run.len() / 2, error.may_be_its_own(), Err(error)),
@@ -334,6 +332,7 @@ impl Retrier {
             biased;
             () = self.stop.cancelled() => return None,
             alone = shared.solo.alone() => alone,
+            () = keep_leased(shared, head) => return Some(Ok(RetryEnd::LeaseLost)),
         };
         match unless(abandon, shared.store.count_try(head)).await? {
             Ok(true) => alone.run(in_transaction(shared, consumer, run, abandon)).await.transpose(),
@@ -396,8 +395,9 @@ impl Retrier {
                 // Also where nobody knows whether it is stored: the next try would find it done,
                 // and say nothing.
                 if matches!(buried, Ok(true) | Err(StoreError::CommitUnknown(_))) {
-                    tracing::error!(consumer = %shared.options.name, id = %head.message.id, sent_id = %head.message.id_text, topic = %head.message.topic, reason, holds, %error, "a message is dead");
-                    observe::delivered(&shared.options.name, DeliveryOutcome::Dead, 1);
+                    let (name, message) = (&shared.options.name, &head.message);
+                    verdict::is_dead(name, message, reason, holds, message.attempt, &error.message);
+                    observe::delivered(name, DeliveryOutcome::Dead, 1);
                 }
                 buried?;
             }
@@ -428,6 +428,23 @@ impl Retrier {
         match lane {
             Some(lane) => self.shared.store.wake(self.consumer, &[lane]).await,
             None => Ok(()),
+        }
+    }
+}
+
+fn new_lease(shared: &Shared) -> RowLease {
+    RowLease::new(shared.options.handler_timeout + LEASE_SPARE)
+}
+
+/// Renews the lease of a message that waits for its turn, and returns when it is lost. Otherwise
+/// another retrier would lease the message, also one of this process, and would wait as well.
+async fn keep_leased(shared: &Shared, head: &LeasedMessage) {
+    let RowLease { length, .. } = new_lease(shared);
+    loop {
+        tokio::time::sleep(length / 2).await;
+        // Where the database is away, the count of the try tells whether the lease is still ours.
+        if let Ok(false) = shared.store.renew(head, length).await {
+            return;
         }
     }
 }
@@ -500,4 +517,70 @@ async fn body(
     let ids: Vec<MessageId> = run.iter().map(|one| one.message.id).collect();
     tx.clear_attempts(&ids).await?;
     Ok(RetryEnd::Done)
+}
+
+#[cfg(all(test, feature = "sqlite", feature = "embedded"))]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::pin::pin;
+
+    use async_trait::async_trait;
+
+    use super::*;
+    use crate::inbox::consumer::Handlers;
+    use crate::inbox::consumer::fixture::{options, parts, two};
+    use crate::inbox::handler::{HandlerTx, MessageHandler};
+    use crate::inbox::port::waiting::Waiting;
+    use crate::inbox::port::{Inbox, InboxEntry, ParkAs, Parked};
+    use crate::store::sqlite::SqliteStore;
+
+    struct Done;
+
+    #[async_trait]
+    impl MessageHandler<SqliteStore> for Done {
+        async fn handle(&self, _: &Message, _: &mut HandlerTx<'_, SqliteStore>) -> Result<(), HandlerError> {
+            Ok(())
+        }
+    }
+
+    /// Shown to fail: without the renewal its time only ran down, and the next retrier leased it.
+    #[tokio::test]
+    async fn r26_a_suspect_that_waits_for_its_turn_stays_leased() {
+        let mut options = options();
+        options.handler_timeout = Duration::from_millis(500);
+        let parts = parts(options, Handlers::all(Done)).await;
+        let (consumer, shared, store) = (parts.register().await, &parts.shared, &parts.store);
+        let [item, _] = two(shared);
+        let mut tx = store.begin(consumer).await.unwrap();
+        tx.admit(&[InboxEntry { id: item.message.id, hash: item.hash }]).await.unwrap();
+        let (message, park_as) = (item.message, ParkAs::Due(Duration::ZERO));
+        tx.park(&[Parked { message, park_as, attempts: 0, error: None }]).await.unwrap();
+        tx.commit().await.unwrap();
+        let lease = new_lease(shared);
+        let run = [store.lease_due(consumer, &shared.scope, &lease).await.unwrap().unwrap()];
+        let (stop, abandon) = (CancellationToken::new(), CancellationToken::new());
+        let (shared, desk) = (Arc::clone(shared), Arc::new(Desk::new()));
+        let failing = Failing::new(&shared, "retries", String::new());
+        let retrier = Retrier { shared, consumer, stop, abandon, in_doubt: None, owed: None, desk, failing };
+        let ends_in = async || store.next_due(consumer, &parts.shared.scope).await.unwrap().unwrap();
+        let renewed = async {
+            let mut before = ends_in().await;
+            loop {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+                let now = ends_in().await;
+                if now > before {
+                    break;
+                }
+                before = now;
+            }
+        };
+        let others = parts.shared.solo.together().await;
+        let mut attempt = pin!(retrier.attempt(&run, true));
+        tokio::select! {
+            _ = &mut attempt => panic!("it does not wait for its turn"),
+            renewed = tokio::time::timeout(Duration::from_secs(60), renewed) => renewed.unwrap(),
+        }
+        drop(others);
+        assert!(matches!(attempt.await, Some(Ok(RetryEnd::Done))));
+    }
 }

@@ -1,18 +1,22 @@
-//! Decides what may run at the same time in one process: everything, except that a suspect message
-//! runs alone (R26).
+//! Decides what may run at the same time in the consumers that one process runs: everything, except
+//! that a suspect message runs alone (R26). A process dies as a whole, so a message of one consumer
+//! must not be counted for what kills it in another one.
 //!
-//! Promise: a suspect that waits for its turn keeps others from starting for at most a fifth of the
-//! time, so a handler that hangs stops only its own lane. The suspect gets its turn once it has
-//! stood in line as long as the slowest transaction takes.
+//! Promise: suspects that wait for their turns keep others from starting for at most a fifth of the
+//! time in all, so a handler that hangs stops only its own lane. One suspect at a time stands in
+//! line. It gets its turn once it has stood there as long as the slowest transaction takes, and the
+//! next one begins with the time that this took.
 
 use std::pin::pin;
 use std::time::Duration;
 
-use tokio::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use tokio::sync::{Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use tokio::time::Instant;
 
-/// How long a suspect stands in line at first. The time doubles with each attempt.
+/// How long a suspect stands in line at least. The time doubles with each attempt.
 const IN_LINE: Duration = Duration::from_millis(100);
-/// How long it then leaves the line, as a multiple of the time in line.
+/// How long nobody stands in line then, as a multiple of the time in line. A suspect that got its
+/// turn sooner than [`IN_LINE`] has held up nobody, and the next one follows at once.
 const OUT_OF_LINE: u32 = 4;
 /// The longest time in line, even if a transaction may run for longer.
 const IN_LINE_MAX: Duration = Duration::from_secs(300);
@@ -21,9 +25,22 @@ const IN_LINE_MAX: Duration = Duration::from_secs(300);
 /// start beside it, because a handler that hangs would stop them for its whole timeout.
 const ALONE_MAX: Duration = Duration::from_secs(1);
 
-/// All that runs together holds it for reading, a suspect holds it for writing.
+/// Who runs in a process, and the suspect that stands in line.
 #[derive(Debug, Default)]
-pub(super) struct Solo(RwLock<()>);
+pub(crate) struct Solo {
+    /// All that runs together holds it for reading, a suspect holds it for writing.
+    running: RwLock<()>,
+    /// The suspect that stands in line, or runs, holds it.
+    line: Mutex<Line>,
+}
+
+#[derive(Debug, Default)]
+struct Line {
+    /// How long the next suspect stands in line at first.
+    time: Duration,
+    /// Until then nobody stands in line.
+    rests_until: Option<Instant>,
+}
 
 impl Solo {
     /// Runs together with others until the guard is dropped. Waits for a suspect that runs alone or
@@ -31,28 +48,37 @@ impl Solo {
     ///
     /// Cancel safe.
     pub(super) async fn together(&self) -> RwLockReadGuard<'_, ()> {
-        self.0.read().await
+        self.running.read().await
     }
 
     /// Returns the turn of a suspect; waits until nothing else runs.
     ///
     /// Cancel safe.
     pub(super) async fn alone(&self) -> Alone<'_> {
-        let mut in_line = IN_LINE;
+        let mut line = self.line.lock().await;
         loop {
+            if let Some(until) = line.rests_until {
+                tokio::time::sleep_until(until).await;
+            }
+            let (began, time) = (Instant::now(), line.time.clamp(IN_LINE, IN_LINE_MAX));
             // While it stands in line, nothing else can start; dropping the request lets others
             // pass.
-            if let Ok(alone) = tokio::time::timeout(in_line, self.0.write()).await {
-                return Alone(alone);
+            let turn = tokio::time::timeout(time, self.running.write()).await;
+            let stood = began.elapsed();
+            line.time = stood * 2;
+            line.rests_until = (stood >= IN_LINE).then(|| Instant::now() + stood * OUT_OF_LINE);
+            if let Ok(running) = turn {
+                return Alone { running, _line: line };
             }
-            tokio::time::sleep(in_line * OUT_OF_LINE).await;
-            in_line = (in_line * 2).min(IN_LINE_MAX);
         }
     }
 }
 
 /// Nothing else of the process runs while this exists.
-pub(super) struct Alone<'a>(RwLockWriteGuard<'a, ()>);
+pub(super) struct Alone<'a> {
+    running: RwLockWriteGuard<'a, ()>,
+    _line: MutexGuard<'a, Line>,
+}
 
 impl Alone<'_> {
     /// Runs the work alone for its first second, and then beside others, but never beside another
@@ -62,7 +88,8 @@ impl Alone<'_> {
         if let Ok(done) = tokio::time::timeout(ALONE_MAX, &mut work).await {
             return done;
         }
-        let _together = RwLockWriteGuard::downgrade(self.0);
+        let Self { running, _line } = self;
+        let _together = RwLockWriteGuard::downgrade(running);
         work.await
     }
 }
@@ -74,9 +101,10 @@ mod tests {
 
     use super::*;
 
-    /// Shown to fail: with `self.0.write().await` alone nothing begins until the hanging one ends.
+    /// Shown to fail: with `running.write().await` alone nothing begins until the hanging one ends;
+    /// where each of them stood in line by itself, the others began half as often.
     #[tokio::test(start_paused = true)]
-    async fn what_waits_to_run_alone_behind_one_that_hangs_holds_up_the_others_a_fifth_of_the_time() {
+    async fn those_that_wait_to_run_alone_behind_one_that_hangs_hold_up_the_others_a_fifth_of_the_time() {
         let solo = Arc::new(Solo::default());
         let hangs = solo.together().await;
         let begun = Arc::new(AtomicU32::new(0));
@@ -90,18 +118,21 @@ mod tests {
                 }
             }
         });
-        let suspect = tokio::spawn({
+        let suspects = [0, 3, 6].map(|after| {
             let solo = Arc::clone(&solo);
-            async move {
+            tokio::spawn(async move {
+                tokio::time::sleep(Duration::from_secs(after)).await;
                 let _alone = solo.alone().await;
-            }
+            })
         });
         tokio::time::sleep(Duration::from_secs(30)).await;
         let share = f64::from(begun.load(Ordering::Relaxed)) / 3_000.0;
         assert!((0.7..0.95).contains(&share), "{share}");
-        assert!(!suspect.is_finished(), "it ran beside the one that hangs");
+        assert!(suspects.iter().all(|suspect| !suspect.is_finished()), "one ran beside the one that hangs");
         drop(hangs);
-        tokio::time::timeout(Duration::from_secs(60), suspect).await.expect("its turn came").expect("no panic");
+        for suspect in suspects {
+            tokio::time::timeout(Duration::from_secs(60), suspect).await.expect("its turn came").expect("no panic");
+        }
         others.abort();
     }
 
@@ -121,9 +152,10 @@ mod tests {
         hangs.abort();
     }
 
-    /// Each of the others is slow, and one of them runs at any time.
+    /// Each of the others is slow, and one of them runs at any time. Shown by: a time in line that
+    /// began with 100 ms for each; the second turn took as long as the first.
     #[tokio::test(start_paused = true)]
-    async fn what_waits_to_run_alone_gets_its_turn_among_slow_ones() {
+    async fn what_waits_to_run_alone_gets_its_turn_among_slow_ones_and_the_next_one_sooner() {
         let solo = Arc::new(Solo::default());
         let slow: Vec<_> = (0..4_u64)
             .map(|at| {
@@ -132,13 +164,15 @@ mod tests {
                     tokio::time::sleep(Duration::from_secs(at)).await;
                     loop {
                         let _together = solo.together().await;
-                        tokio::time::sleep(Duration::from_secs(5)).await;
+                        tokio::time::sleep(Duration::from_millis(5_000 - 300 * at)).await;
                     }
                 })
             })
             .collect();
         tokio::time::sleep(Duration::from_secs(10)).await;
-        let _alone = tokio::time::timeout(Duration::from_secs(120), solo.alone()).await.expect("its turn came");
+        drop(tokio::time::timeout(Duration::from_secs(120), solo.alone()).await.expect("its turn came"));
+        // The first one stood in line for less than 5 s; then nobody does, for four times as long.
+        drop(tokio::time::timeout(Duration::from_secs(30), solo.alone()).await.expect("the next one's turn came"));
         slow.iter().for_each(tokio::task::JoinHandle::abort);
     }
 }

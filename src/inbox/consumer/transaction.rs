@@ -18,8 +18,7 @@ use crate::message::Message;
 use crate::observe::Trouble;
 use crate::time::pace::Pace;
 
-/// How long an answer is waited for after the grace of a stop. Unless the grace is 6 s or shorter,
-/// the task is aborted later than that, so it can still say what is not known.
+/// How long an answer is waited for after the grace of a stop.
 const LAST_WORD: Duration = Duration::from_secs(3);
 
 /// How a transaction ended that we did not commit.
@@ -121,7 +120,7 @@ pub(super) async fn undo(
 /// database that is silent is waited for until shortly after `give_up`.
 async fn ask(shared: &Shared, tx: &mut dyn InboxTx, give_up: &CancellationToken) -> Result<Undone, StoreError> {
     let mut pace = Pace::new(Duration::from_millis(100), Duration::from_secs(5));
-    let mut unknown = None;
+    let mut unknown = Unknown::new(shared);
     loop {
         let last = async {
             give_up.cancelled().await;
@@ -130,24 +129,28 @@ async fn ask(shared: &Shared, tx: &mut dyn InboxTx, give_up: &CancellationToken)
         let error = tokio::select! {
             biased;
             undone = tx.undo() => match undone {
-                Ok(undone) => return Ok(undone),
+                Ok(undone) => {
+                    unknown.why = None;
+                    return Ok(undone);
+                }
                 Err(error) => error,
             },
             () = last => StoreError::Unavailable(sqlx::Error::Protocol(format!("no answer for {LAST_WORD:?}"))),
         };
-        let why = format!("the database does not say what became of a transaction: {error}");
-        unknown.get_or_insert_with(|| Unknown::new(shared)).says(why);
+        unknown.says(&error);
         if !pace.wait(give_up).await {
-            tracing::error!(consumer = %shared.options.name, %error, "what became of a transaction is not known at the stop; if a handler committed it by itself, messages of a batch come again as duplicates, and those of a retry are dead");
             return Err(error);
         }
     }
 }
 
-/// Shows a trouble while the end of a transaction is unknown; dropping it ends the trouble.
+/// Shows a trouble while the end of a transaction is unknown. Dropped, also by an abort of its
+/// task, it ends the trouble, and tells of a transaction whose end nobody will learn.
 struct Unknown<'a> {
     shared: &'a Shared,
     number: u64,
+    /// None where the end is known.
+    why: Option<String>,
 }
 
 impl<'a> Unknown<'a> {
@@ -155,18 +158,27 @@ impl<'a> Unknown<'a> {
 
     fn new(shared: &'a Shared) -> Self {
         static NUMBERS: AtomicU64 = AtomicU64::new(1);
-        Self { shared, number: NUMBERS.fetch_add(1, Ordering::Relaxed) }
+        let why = Some("the database has not answered yet".to_owned());
+        Self { shared, number: NUMBERS.fetch_add(1, Ordering::Relaxed), why }
     }
 
-    fn says(&self, why: String) {
-        let health = &self.shared.health;
-        health.trouble_of(&self.shared.part, Self::NAME, self.number, Some(Trouble::Stops(why)));
+    fn says(&mut self, error: &StoreError) {
+        let why = format!("the database does not say what became of a transaction: {error}");
+        self.why = Some(error.to_string());
+        self.show(Some(Trouble::Stops(why)));
+    }
+
+    fn show(&self, trouble: Option<Trouble>) {
+        self.shared.health.trouble_of(&self.shared.part, Self::NAME, self.number, trouble);
     }
 }
 
 impl Drop for Unknown<'_> {
     fn drop(&mut self) {
-        self.shared.health.trouble_of(&self.shared.part, Self::NAME, self.number, None);
+        self.show(None);
+        if let Some(error) = &self.why {
+            tracing::error!(consumer = %self.shared.options.name, error, "what became of a transaction was not known when its task ended; if a handler committed it by itself, messages of a batch come again as duplicates, and those of a retry are dead");
+        }
     }
 }
 

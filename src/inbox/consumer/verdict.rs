@@ -54,8 +54,13 @@ pub(super) fn out_of_time(item: &Item, reason: &str) -> Parked {
 /// commit: a transaction that was rolled back runs again, and says it then. A message that comes
 /// again, and whose reason leaves no inbox row, is said again.
 pub(super) fn say_dead(consumer: &str, parked: &Parked) {
-    let Parked { message, park_as: ParkAs::Dead { reason, holds }, attempts: tries, error } = parked else { return };
-    let error = error.as_deref().unwrap_or_default();
+    if let Parked { message, park_as: ParkAs::Dead { reason, holds }, attempts, error } = parked {
+        is_dead(consumer, message, reason, *holds, *attempts, error.as_deref().unwrap_or_default());
+    }
+}
+
+/// Logs a message that is dead.
+pub(super) fn is_dead(consumer: &str, message: &Message, reason: &str, holds: bool, tries: u32, error: &str) {
     // Two contents under one id are a mistake of a producer. It has a line of its own, so that
     // operators can watch for it (G7: an id that comes again with other content is an alarm).
     let what = if reason == ID_REUSED { "the same message id with different content" } else { "a message is dead" };
@@ -68,7 +73,7 @@ pub(super) fn failed(consumer: &str, message: &Message, attempt: u32, error: &Ha
 }
 
 /// Reports a message that is dead because its handler ended the transaction.
-pub(super) fn ended(consumer: &str, message: &Message) {
-    tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, "a message is dead: {WHY_ENDED}");
+pub(super) fn ended(consumer: &str, message: &Message, holds: bool, tries: u32) {
+    is_dead(consumer, message, ENDED, holds, tries, WHY_ENDED);
     observe::delivered(consumer, DeliveryOutcome::Dead, 1);
 }

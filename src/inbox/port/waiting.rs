@@ -98,6 +98,10 @@ pub trait Waiting: Debug + Send + Sync {
     /// counts nothing more. False where the lease is not ours any more.
     async fn count_try(&self, leased: &LeasedMessage) -> Result<bool, StoreError>;
 
+    /// Lets the lease end this long from now, and counts no try: for a head that waits for its
+    /// turn. False where the lease is not ours any more.
+    async fn renew(&self, leased: &LeasedMessage, length: Duration) -> Result<bool, StoreError>;
+
     /// How long until the next head in the scope is due; none where nothing waits. Times that have
     /// passed come as zero.
     async fn next_due(&self, consumer: ConsumerId, scope: &Scope) -> Result<Option<Duration>, StoreError>;

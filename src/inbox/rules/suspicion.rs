@@ -37,7 +37,7 @@ pub(crate) enum Run {
     /// In a batch of its lane, after its attempt was counted in a transaction of its own.
     Counted,
     /// In a transaction without others, after its attempt was counted in a transaction of its own.
-    /// For its first second nothing else runs in the process.
+    /// For its first second no other message of the process's consumers runs.
     Alone,
 }
 

@@ -150,6 +150,9 @@ const LEASE_BEHIND: &str = update_rows!(
 
 const COUNT: &str = "update oncebox.waiting set attempts = :attempts where sequence = :sequence and lease = :lease";
 
+const RENEW: &str =
+    "update oncebox.waiting set due_at = {now} + {span :length} where sequence = :sequence and lease = :lease";
+
 const POSTPONE: &str = "update oncebox.waiting set lease = null, due_at = {now} + {span :after}, attempts = :attempts, \
     {pg my: error = :error,} history = {history history :attempts} where sequence = :sequence and lease = :lease";
 
@@ -304,6 +307,11 @@ impl<S: OwnInbox> Waiting for S {
 
     async fn count_try(&self, leased: &LeasedMessage) -> Result<bool, StoreError> {
         Ok(self.run_alone(tried(COUNT, leased)).await? == 1)
+    }
+
+    async fn renew(&self, leased: &LeasedMessage, length: Duration) -> Result<bool, StoreError> {
+        let renewed = sql(RENEW).bind("sequence", leased.sequence).bind("lease", leased.lease);
+        Ok(self.run_alone(renewed.bind("length", length)).await? == 1)
     }
 
     async fn next_due(&self, consumer: ConsumerId, scope: &Scope) -> Result<Option<Duration>, StoreError> {

@@ -307,6 +307,10 @@ pub async fn a_lease_that_ended_is_taken_over_and_the_old_one_finishes_nothing<F
     assert!(!finish(trial, consumer, &frozen).await);
     assert!(!trial.store.postpone(&frozen, Duration::ZERO, "no").await.unwrap());
     assert!(!trial.store.count_try(&frozen).await.unwrap());
+    assert!(trial.store.renew(&second, Duration::from_secs(300)).await.unwrap());
+    assert!(!trial.store.renew(&frozen, Duration::from_secs(500)).await.unwrap());
+    let ends_in = trial.store.next_due(consumer, &everything()).await.unwrap().unwrap();
+    assert!((200..=300).contains(&ends_in.as_secs()), "{ends_in:?}");
     assert_eq!(trial.store.give_back(consumer, std::slice::from_ref(&frozen)).await.unwrap(), 0);
     assert!(!trial.store.bury(&frozen, "attempts", "no", true).await.unwrap());
     assert!(finish(trial, consumer, &second).await);

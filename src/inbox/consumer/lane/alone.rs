@@ -1,25 +1,25 @@
 //! Runs one message alone: after a failed try, as a suspect, or to find the cause of a failure.
 //!
 //! Promise: a suspect message has its try counted outside the handler's transaction, before the
-//! handler runs, and nothing else of this process runs beside it for the first second, so that if
-//! the process dies, this message is counted and no other (R26). All other messages that run alone
-//! in their transaction run beside other lanes: one that waits for a lock delays only its own lane.
+//! handler runs, and no other message of the process's consumers runs beside it for the first
+//! second, so that if the process dies, this message is counted and no other (R26). All other
+//! messages that run alone in their transaction run beside other lanes: one that waits for a lock
+//! delays only its own lane.
 //!
 //! Promise: the try of a suspect is counted right before its transaction begins. If a stop, a
 //! revocation or a transient failure prevents the try, the count is taken back when the message is
-//! left for later.
+//! left for later, also where it is left because it could not be stored.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Lane, settle};
 use crate::error::{HandlerError, StoreError};
-use crate::inbox::consumer::batch::BatchEnd;
+use crate::inbox::consumer::batch::{self, BatchEnd};
 use crate::inbox::consumer::blame::{self, Blame, Fault};
-use crate::inbox::consumer::calls::Failure;
 use crate::inbox::consumer::item::{End, Item};
 use crate::inbox::consumer::verdict;
-use crate::inbox::port::ParkAs;
+use crate::inbox::port::{ParkAs, Parked};
 use crate::observe::{self, DeliveryOutcome};
 use crate::time::pace::sleep_unless;
 use crate::time::retry::{ATTEMPTS, Decision};
@@ -38,13 +38,16 @@ pub(super) enum Why {
 /// Runs the message until it is done, waiting, dead, or left for later. `was_counted`: its try in
 /// the batch was counted already.
 pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool) {
+    // `counted`: how many tries the database has counted, this one included where it is counted
+    // before it runs. `unspent`: the last of them was not made yet, so leaving takes it back.
+    let (mut counted, mut unspent) = (u32::from(was_counted), was_counted);
     let mut suspect = matches!(why, Why::Suspect);
     let mut failure = match why {
         Why::Failed(error) => {
             say_failed(lane, &item, 1, &error);
             Some(error)
         }
-        Why::WaitedForALock(error) => return wait_behind_its_key(lane, item, &error, 0).await,
+        Why::WaitedForALock(error) => return wait_behind_its_key(lane, item, &error, (counted, unspent)).await,
         Why::Suspect | Why::Transient => None,
     };
     if failure.is_none() {
@@ -62,9 +65,6 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
             }
         }
     }
-    // `counted`: how many tries the database has counted, this one included where it is counted
-    // before it runs. `unspent`: the last of them was not made yet, so leaving takes it back.
-    let (mut counted, mut unspent) = (u32::from(was_counted), was_counted);
     let shared = Arc::clone(&lane.shared);
     let mut blame = Blame::default();
     loop {
@@ -85,10 +85,12 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                         return lane.report(&item, End::Left);
                     }
                 }
-                Decision::Wait(after) => return settle::park(lane, item, ParkAs::Due(after), counted, &error).await,
+                Decision::Wait(after) => {
+                    return settle::park(lane, item, ParkAs::Due(after), (counted, unspent), &error).await;
+                }
                 Decision::Dead(reason) => {
                     let park_as = dies(lane, reason);
-                    return settle::park(lane, item, park_as, counted, &error).await;
+                    return settle::park(lane, item, park_as, (counted, unspent), &error).await;
                 }
             }
         }
@@ -113,7 +115,7 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 drop(alone);
                 let error = HandlerError::retryable(verdict::KILLS);
                 let park_as = dies(lane, ATTEMPTS);
-                return settle::park(lane, item, park_as, counted - 1, &error).await;
+                return settle::park(lane, item, park_as, (counted, unspent), &error).await;
             }
             alone.run(lane.transaction(std::slice::from_ref(&item), Some(counted))).await
         } else {
@@ -124,11 +126,6 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
         // If its handler came to an end, the process survived it.
         suspect &= end.is_err();
         let (may_be_its_own, error) = match end {
-            Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error)))
-                if error.is_transient() && error.is_late() =>
-            {
-                return wait_behind_its_key(lane, item, &error, counted - u32::from(unspent)).await;
-            }
             Ok(BatchEnd::Done(outcomes)) => {
                 lane.went_well();
                 lane.wake_parked(std::slice::from_ref(&item), &outcomes).await;
@@ -138,22 +135,34 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
                 return lane.report(&item, End::Committed);
             }
             Ok(BatchEnd::Ended(_)) => return settle::transaction_ended(lane, item).await,
-            Ok(BatchEnd::Failed(Failure::Of(_, error))) if !error.is_transient() => {
-                say_failed(lane, &item, counted + u32::from(!unspent), &error);
-                failure = Some(error);
-                continue;
+            Ok(BatchEnd::Failed(failed)) => {
+                let error = failed.into_error();
+                if !error.is_transient() {
+                    say_failed(lane, &item, counted + u32::from(!unspent), &error);
+                    failure = Some(error);
+                    continue;
+                }
+                if error.is_late() {
+                    return wait_behind_its_key(lane, item, &error, (counted, unspent)).await;
+                }
+                (error.may_be_its_own(), error)
             }
-            Ok(BatchEnd::Failed(Failure::Unclear(why) | Failure::InSet(_, why))) => {
-                failure = Some(HandlerError::retryable(why));
-                continue;
-            }
-            Ok(BatchEnd::Failed(Failure::Of(_, error) | Failure::Locked(error))) => (error.may_be_its_own(), error),
             Err(away) => (away.may_be_its_own(), HandlerError::transient(away)),
         };
-        match blame.of(&shared, lane.consumer, may_be_its_own).await {
+        let fault = blame.of(&shared, lane.consumer, may_be_its_own).await;
+        if fault != Fault::Transient && batch::handler_of(&shared, &item).is_none() {
+            // No retrier takes it, so as waiting it would hold its key for ever.
+            let Some(Parked { park_as, error: why, .. }) = batch::refused(&shared, &item) else {
+                lane.wait_out(&error).await;
+                continue;
+            };
+            let why = HandlerError::retryable(why.unwrap_or_default());
+            return settle::park(lane, item, park_as, (u32::from(unspent), unspent), &why).await;
+        }
+        match fault {
             Fault::Transient if blame.is_open() => lane.pause(&blame).await,
             Fault::Transient => lane.wait_out(&error).await,
-            Fault::Lasting => return wait_behind_its_key(lane, item, &error, counted - u32::from(unspent)).await,
+            Fault::Lasting => return wait_behind_its_key(lane, item, &error, (counted, unspent)).await,
             Fault::Its => {
                 let error = HandlerError::retryable(error);
                 say_failed(lane, &item, counted + u32::from(!unspent), &error);
@@ -165,10 +174,10 @@ pub(super) async fn run(lane: &mut Lane, item: Item, why: Why, was_counted: bool
 
 /// Stores the message as waiting without counting a try: an operator sees it there, only its own
 /// key waits, and the lane goes on.
-async fn wait_behind_its_key(lane: &mut Lane, item: Item, error: &HandlerError, counted: u32) {
+async fn wait_behind_its_key(lane: &mut Lane, item: Item, error: &HandlerError, tries: (u32, bool)) {
     let after = lane.shared.options.retry.wait(1, fastrand::f64());
     let error = HandlerError::transient(blame::lasting(error));
-    settle::park(lane, item, ParkAs::Due(after), counted, &error).await;
+    settle::park(lane, item, ParkAs::Due(after), tries, &error).await;
 }
 
 /// Returns within 50 ms after the partition of the item was revoked.
@@ -235,4 +244,58 @@ async fn leave(lane: &mut Lane, item: &Item, away: &StoreError, unspent: bool) -
         lane.leave(std::slice::from_ref(item), unspent).await;
     }
     leaves
+}
+
+#[cfg(all(test, feature = "sqlite", feature = "embedded"))]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::super::tests::lane;
+    use super::*;
+    use crate::inbox::consumer::Handlers;
+    use crate::inbox::consumer::fixture::two;
+    use crate::inbox::consumer::lane::DATABASE;
+    use crate::inbox::port::Inbox;
+    use crate::observe::PartState;
+    use crate::store::base::Base;
+
+    /// The inbox refuses the message while it takes those of others. Shown by: judging it as one
+    /// that a handler takes; it was stored as waiting, where no retrier looked for its kind.
+    #[tokio::test]
+    async fn r27_a_message_that_no_handler_takes_is_tried_until_it_is_acknowledged_and_never_waits() {
+        let (parts, mut lane, mut ends) = lane(Handlers::new()).await;
+        let (store, shared, consumer) = (&parts.store, &parts.shared, lane.consumer);
+        let [item, _] = two(shared);
+        let id = item.message.id;
+        let refuses = "create trigger refuses before insert on oncebox_inbox when new.content_hash <> zeroblob(16)
+            begin select raise(abort, 'no'); end";
+        sqlx::query(refuses).execute(store.pool()).await.unwrap();
+        shared.health.set(&shared.part, PartState::Ready);
+        let shown = async {
+            while !shared.health.lines().iter().any(|line| line.contains(DATABASE)) {
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            sqlx::query("drop trigger refuses").execute(store.pool()).await.unwrap();
+        };
+        let both = async { tokio::join!(run(&mut lane, item, Why::Transient, false), shown) };
+        tokio::time::timeout(Duration::from_secs(60), both).await.unwrap();
+        assert_eq!(ends.recv().await.unwrap().end, End::Committed);
+        assert!(store.attempts(consumer, &[id]).await.unwrap().is_empty());
+        assert!(!store.has_stored(consumer, 1).await.unwrap(), "it waits");
+    }
+
+    /// Shown by: a report alone. The next owner of the message found a try that nobody had made.
+    #[tokio::test]
+    async fn r26_a_message_that_is_left_because_it_cannot_be_stored_keeps_no_try_that_was_not_made() {
+        let (parts, mut lane, mut ends) = lane(Handlers::new()).await;
+        let (store, consumer) = (&parts.store, lane.consumer);
+        let [item, _] = two(&lane.shared);
+        let id = item.message.id;
+        store.begin_first_attempts(consumer, &[id]).await.unwrap();
+        sqlx::query("drop table oncebox_waiting").execute(store.pool()).await.unwrap();
+        item.source.revoke();
+        let why = Why::WaitedForALock(HandlerError::transient("locked"));
+        run(&mut lane, item, why, true).await;
+        assert_eq!(ends.recv().await.unwrap().end, End::Left);
+        assert!(store.attempts(consumer, &[id]).await.unwrap().is_empty());
+    }
 }

@@ -23,10 +23,16 @@ const SHORT_MAX: usize = 1_000;
 /// Stores the message, then reports it as committed. Tries until that works, the consumer stops or
 /// the partition is taken away; the broker delivers it again then. A message that the database
 /// cannot take is stored as dead without its content: its partition goes on, and its coordinates
-/// show where the content is.
-pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u32, error: &HandlerError) {
+/// show where the content is. `unspent`: the last counted try was not made.
+pub(super) async fn park(
+    lane: &mut Lane,
+    item: Item,
+    park_as: ParkAs,
+    (counted, unspent): (u32, bool),
+    error: &HandlerError,
+) {
     let (message, error) = (item.message.clone(), Some(error.message.clone()));
-    let parked = Parked { message, park_as, attempts: tries, error };
+    let parked = Parked { message, park_as, attempts: counted - u32::from(unspent), error };
     let (mut blame, mut unstorable) = (Blame::default(), None);
     loop {
         match store(lane, &item, &parked, unstorable.as_deref()).await {
@@ -52,7 +58,7 @@ pub(super) async fn park(lane: &mut Lane, item: Item, park_as: ParkAs, tries: u3
                     lane.wait_out(&error).await;
                 }
                 if lane.is_left(&item) {
-                    return lane.report(&item, End::Left);
+                    return lane.leave(&[item], unspent).await;
                 }
             }
         }
@@ -176,20 +182,21 @@ struct Unstored<'a> {
 impl Drop for Unstored<'_> {
     fn drop(&mut self) {
         let (consumer, message, Some(why)) = (self.consumer, self.message, self.why.as_deref()) else { return };
-        tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, place = %message.coordinates, why, "a handler ended the transaction of this message, and the message could not be stored as dead before the stop: nothing else will tell of it");
+        tracing::error!(consumer, id = %message.id, sent_id = %message.id_text, topic = %message.topic, place = %message.coordinates, why, "a handler ended the transaction of this message, and the message could not be stored as dead before its lane ended: nothing else will tell of it");
     }
 }
 
 /// Stores as dead a message whose handler committed its transaction. The caller tries again after
 /// an error, because the message is stored nowhere else.
 async fn store_ended(shared: &Shared, consumer: ConsumerId, item: &Item) -> Result<(), StoreError> {
-    let parked = Parked { attempts: 1, ..dead(item, verdict::ENDED, verdict::WHY_ENDED, shared.options.holds()) };
+    let holds = shared.options.holds();
+    let parked = Parked { attempts: 1, ..dead(item, verdict::ENDED, verdict::WHY_ENDED, holds) };
     let mut tx = shared.store.begin(consumer).await?;
     if let Err(error) = tx.park(&[parked]).await {
         roll_back(tx).await;
         return Err(error);
     }
     tx.commit().await?;
-    verdict::ended(&shared.options.name, &item.message);
+    verdict::ended(&shared.options.name, &item.message, holds, 1);
     Ok(())
 }
