@@ -104,6 +104,11 @@ impl Assignment {
         self.topics.values_mut().flat_map(BTreeMap::values_mut)
     }
 
+    /// Whether a partition of this topic is assigned.
+    pub(super) fn has_of(&self, topic: &str) -> bool {
+        self.topics.get(topic).is_some_and(|partitions| !partitions.is_empty())
+    }
+
     /// Takes partitions and gives each a generation of its own.
     pub(super) fn assign(&mut self, partitions: &[(String, i32)]) -> Vec<PartitionId> {
         self.assigned_once = true;

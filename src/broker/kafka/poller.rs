@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use rdkafka::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
-use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext, RebalanceProtocol};
+use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext};
 use rdkafka::error::{KafkaError, KafkaResult, RDKafkaErrorCode};
 use rdkafka::message::Message;
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
@@ -383,8 +383,8 @@ pub(super) fn run(consumer: Arc<BaseConsumer<MemberContext>>, shared: &PollerSta
         };
         let polled = consumer.poll(wait);
         // A member that owns nothing of it has nothing to end. librdkafka lets it rejoin, and where
-        // its partitions begin is then asked with the new id. To drop it in the middle of that would
-        // leave its place in the group to the session's timeout.
+        // its partitions begin is then asked with the new id. To drop it in the middle of that
+        // would leave its place in the group to the session's timeout.
         let made_anew = shared.reports.take_made_anew();
         if let Some(topic) = made_anew.into_iter().find(|topic| shared.assignment().has_of(topic)) {
             // What is acknowledged belongs to the topic that is gone.
