@@ -4,6 +4,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use oncebox::StoreError;
+use oncebox::observe::Health;
 use oncebox::operation::{
     Durability, Effects, Endpoint, Engine, EngineOptions, Identity, Key, KeyFormat, Mode, Retention, Route, Scope,
     State,
@@ -15,6 +16,7 @@ use redis::AsyncCommands;
 use uuid::Uuid;
 
 use super::prefix::{ANSWER_MAX, Prefix, connection};
+use super::proxy::{Failure, Proxy};
 use super::support::{eventually, free_port, service};
 
 const LONG: Duration = Duration::from_secs(600);
@@ -224,6 +226,38 @@ async fn o25_a_primary_that_became_a_replica_is_left_for_a_new_connection() {
     assert!(matches!(&anew, StoreError::Refused(why) if why.contains("role:slave")), "{anew}");
     redis::cmd("REPLICAOF").arg("NO").arg("ONE").exec_async(&mut connection).await.unwrap();
     take(&store, &claim("k")).await;
+}
+
+// The host of the primary goes away without a word, and the name soon leads to another one. Shown
+// to fail: keeping a connection whose ping was dropped, which TCP ends after a quarter of an hour.
+#[tokio::test]
+async fn o25_an_outage_without_a_word_ends_once_the_name_leads_to_a_server_again() {
+    let test = "o25_an_outage_without_a_word_ends_once_the_name_leads_to_a_server_again";
+    let Some(server) = Server::start(test, &[]).await else { return };
+    let proxy = Proxy::before_broker(&server.options().url);
+    let store = RedisKeys::connect(server.at(proxy.url.clone())).await.unwrap();
+    let health = Health::default();
+    let engine = Engine::new(store, EngineOptions { health: health.clone(), ..EngineOptions::default() });
+    engine.measure().await.unwrap();
+    proxy.fails(Failure::Silence);
+    eventually("the outage is known", LONG, || async { (!health.is_ready()).then_some(()) }).await;
+    proxy.works();
+    eventually("its end is known", ANSWER_MAX / 2, || async { health.is_ready().then_some(()) }).await;
+    engine.measure().await.unwrap();
+}
+
+// Shown to fail: a check beside the calls that note a lost connection.
+#[tokio::test]
+async fn o25_a_check_on_a_lost_connection_is_followed_by_one_on_a_new_connection() {
+    let test = "o25_a_check_on_a_lost_connection_is_followed_by_one_on_a_new_connection";
+    let Some(server) = Server::start(test, &[]).await else { return };
+    let proxy = Proxy::before_broker(&server.options().url);
+    let store = RedisKeys::connect(server.at(proxy.url.clone())).await.unwrap();
+    proxy.fails(Failure::Cut);
+    let lost = eventually("it is lost", ANSWER_MAX, || async { store.check().await.err() }).await;
+    assert!(matches!(lost, StoreError::Unavailable(_)), "{lost}");
+    proxy.works();
+    eventually("the server is checked", ANSWER_MAX, || async { store.check().await.ok() }).await;
 }
 
 // Shown by: `volatile` keys for claims; a connection that is kept after it failed.

@@ -188,8 +188,9 @@ impl Keys for RedisKeys {
         Durability::Guard
     }
 
+    /// On the connection of all calls: there is no pool in which none could be free.
     async fn sign_of_life(&self) -> Result<(), StoreError> {
-        self.with(async |connection| redis::cmd("PING").query_async(connection).await).await
+        self.ping().await
     }
 
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
