@@ -260,6 +260,18 @@ async fn o25_a_check_on_a_lost_connection_is_followed_by_one_on_a_new_connection
     eventually("the server is checked", ANSWER_MAX, || async { store.check().await.ok() }).await;
 }
 
+// Shown to fail: without the case of the client's own error for a password.
+#[tokio::test]
+async fn a_wrong_password_is_refused() {
+    let Some(server) = Server::start("a_wrong_password_is_refused", &[]).await else { return };
+    server.set("requirepass", "right").await;
+    for login in ["", ":wrong@", "nobody:right@"] {
+        let refused = RedisKeys::connect(server.at(format!("redis://{login}127.0.0.1:{}", server.port))).await;
+        assert!(matches!(refused, Err(StoreError::Refused(_))), "{login}: {refused:?}");
+    }
+    RedisKeys::connect(server.at(format!("redis://:right@127.0.0.1:{}", server.port))).await.unwrap();
+}
+
 // Shown by: `volatile` keys for claims; a connection that is kept after it failed.
 #[tokio::test]
 async fn o25_duplicates_are_suppressed_while_the_server_keeps_its_data_and_a_server_that_is_away_is_none() {

@@ -174,15 +174,19 @@ fn store_error(error: RedisError) -> StoreError {
              stands in it"
         ));
     }
+    // Redis says WRONGPASS, but the client does not pass it on.
+    if error.kind() == redis::ErrorKind::AuthenticationFailed {
+        return StoreError::Refused(format!(
+            "Redis refuses the user or the password in the URL ({error}): correct them"
+        ));
+    }
     if matches!(error.kind(), redis::ErrorKind::UnexpectedReturnType | redis::ErrorKind::Parse) {
         return StoreError::Corrupt(format!("an answer of Redis: {error}"));
     }
     match error.code() {
         Some(code) if WAIT.contains(&code) => StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(error))),
         Some(code) if REFUSED.contains(&code) => StoreError::Refused(error.to_string()),
-        _ if is_lost(&error) || error.is_timeout() => {
-            StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(error)))
-        }
+        _ if is_lost(&error) => StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(error))),
         _ => StoreError::Other(sqlx::Error::Protocol(error.to_string())),
     }
 }
