@@ -348,3 +348,41 @@ async fn o25_no_epoch_is_given_twice_also_after_the_record_is_gone() {
     assert_eq!(fixture.records().await, 0);
     fixture.end().await;
 }
+
+// A route whose metadata lived an hour, then two, then seven days.
+// Shown to fail: the shortest retention for ever (a key whose request had never arrived was too old
+// for ever); without `below` (a key of the first hour was new again); without `next`.
+#[tokio::test]
+async fn o23_a_longer_retention_counts_once_all_records_with_a_shorter_one_are_gone() {
+    let Some(fixture) = Prefix::start("o23_a_longer_retention_counts").await else { return };
+    let mut connection = fixture.connection.clone();
+    let hour = 3_600_000_000_i64;
+    let outcome = async |key: &str, hours: u32| {
+        let owned = take(&fixture.store, &claim(key)).await;
+        let metadata = Duration::from_secs(3_600) * hours;
+        let retention = Retention { ttl: LONG, body: LONG, metadata };
+        let failed = RunOutcome::FailedRetryable { error_code: None };
+        fixture.store.finish(&owned, &failed, &retention).await.unwrap();
+        let look = fixture.store.find(&claim("other").identity).await.unwrap();
+        (look.now.micros, look.purged_below.map(|bound| bound.micros - 60_000_000))
+    };
+    let (now, bound) = outcome("a", 1).await;
+    assert_eq!(bound, None);
+    let [forgotten] = fixture.keys("forgotten:").await.try_into().unwrap();
+    // As if the first outcome were ten hours old.
+    let _: () = connection.hset(&forgotten, "first", now - 10 * hour).await.unwrap();
+    for (key, hours) in [("b", 168), ("c", 2), ("d", 168)] {
+        let (now, bound) = outcome(key, hours).await;
+        assert_eq!(bound, Some(now - hour), "records that live an hour may be gone");
+    }
+    // As if an hour had passed since the last of them.
+    let used = now - hour - 1;
+    let _: () = connection.hset(&forgotten, "used", used).await.unwrap();
+    let (now, bound) = outcome("e", 168).await;
+    assert_eq!(bound, Some(used), "what was forgotten stays forgotten, and later keys are new");
+    // As if that were long ago: the records of two hours may be gone, too.
+    let _: () = connection.hset(&forgotten, "below", now - 9 * hour).await.unwrap();
+    let (now, bound) = outcome("f", 168).await;
+    assert_eq!(bound, Some(now - 2 * hour));
+    fixture.end().await;
+}
