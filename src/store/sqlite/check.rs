@@ -76,11 +76,7 @@ async fn triggers(store: &SqliteStore) -> Result<Finding, StoreError> {
         Finding::ok("limits", "all triggers of the outbox stand as they were made")
     } else {
         let detail = format!("missing or changed: {}", missing.join(", "));
-        Finding::refused(
-            "limits",
-            detail,
-            "messages that can never be sent are let in: `oncebox migrate print` has the text",
-        )
+        Finding::refused("limits", detail, "put back the triggers of oncebox_outbox that `oncebox migrate print` shows")
     })
 }
 
