@@ -3,8 +3,8 @@
 //! A record is a hash; its body is another hash with a time to live of its own. Two sorted sets
 //! list the keys in progress and the unknown ones. Redis removes expired keys itself, so the calls
 //! of a sweep find nothing to do. Up to which time keys may have been forgotten follows from the
-//! first outcome of an operation and its shortest retention, and that from when it was last used:
-//! a longer one counts once the last record with the shorter one is gone (O23).
+//! first outcome of an operation and its shortest retention; a longer one counts once the last
+//! record with the shorter one is gone (O23).
 //!
 //! Guarantees: those of `redis`. The parts of an identity are stored beside its digest, and the
 //! engine compares them (O16).
