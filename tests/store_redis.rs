@@ -6,6 +6,8 @@
 mod guard;
 #[path = "store_redis/prefix.rs"]
 mod prefix;
+#[path = "support/proxy.rs"]
+mod proxy;
 #[path = "support/mod.rs"]
 mod support;
 

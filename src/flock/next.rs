@@ -90,7 +90,11 @@ impl Queue {
 
 /// Opens a file that is used as a lock. Creates it where it is missing.
 pub(super) fn open(path: &Path) -> io::Result<File> {
-    OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)
+    let opened = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path);
+    opened.map_err(|error| {
+        let why = format!("the lock file `{}` cannot be opened: {error}", path.display());
+        io::Error::new(error.kind(), why)
+    })
 }
 
 /// Waits for a lock, and goes on waiting after a signal.

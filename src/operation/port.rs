@@ -467,14 +467,20 @@ pub trait Bridged: Send {
         retention: &Retention,
     ) -> impl Future<Output = Result<Fenced, StoreError>> + Send;
 
-    /// Checks that the application's own transaction is still open on this connection (R23). It
-    /// sets a savepoint and releases it. Outside a transaction the release fails; on PostgreSQL
-    /// already the setting fails.
+    /// Checks that the application's own transaction is still open on this connection (R23).
+    /// PostgreSQL and MySQL set a savepoint and release it; outside a transaction one of the two
+    /// fails. On SQLite a savepoint would begin a transaction there, so BEGIN is tried, which fails
+    /// inside one.
     ///
     /// # Errors
     /// [`StoreError::Fenced`]: the transaction has ended, by COMMIT or by ROLLBACK. After any other
     /// error nobody knows whether it had ended. If it was still open, the database rolls it back.
     fn stands(&mut self) -> impl Future<Output = Result<(), StoreError>> + Send;
+}
+
+/// What [`Bridged::stands`] returns where the transaction has ended.
+pub(crate) fn ended() -> StoreError {
+    StoreError::Fenced("the handler ended the transaction before its outcome was committed".to_owned())
 }
 
 /// Duty: outcomes in the transaction of the effects: a transactional operation.

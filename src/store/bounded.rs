@@ -126,7 +126,7 @@ pub(super) struct BoundedPool<Db: Remote> {
     /// The connection for pings.
     pulse: Arc<Mutex<Option<Bounded<Db>>>>,
     /// The statements that reset a session after a handler used it.
-    reset: Option<Arc<str>>,
+    reset: Arc<str>,
     /// What attends to resting connections and switches between several hosts, as long as a clone
     /// of this pool exists.
     beside: Arc<JoinSet<()>>,
@@ -141,7 +141,7 @@ impl<Db: Remote> Clone for BoundedPool<Db> {
             pool: self.pool.clone(),
             answer_timeout: self.answer_timeout,
             pulse: Arc::clone(&self.pulse),
-            reset: self.reset.clone(),
+            reset: Arc::clone(&self.reset),
             beside: Arc::clone(&self.beside),
             moved: self.moved.clone(),
         }
@@ -198,7 +198,7 @@ impl<Db: Remote> BoundedPool<Db> {
         pool: Pool<Db>,
         answer_timeout: Duration,
         rests_max: Duration,
-        reset: Option<String>,
+        reset: String,
         hosts: Hosts<Db>,
     ) -> Self {
         let pulse = Arc::default();
@@ -208,7 +208,7 @@ impl<Db: Remote> BoundedPool<Db> {
         if hosts.are_several() {
             beside.spawn(task::boxed(hosts::watch(hosts, pool.clone(), Arc::clone(&pulse))));
         }
-        Self { pool, answer_timeout, pulse, reset: reset.map(Arc::from), beside: Arc::new(beside), moved }
+        Self { pool, answer_timeout, pulse, reset: reset.into(), beside: Arc::new(beside), moved }
     }
 
     /// The pool as sqlx has it.
@@ -219,7 +219,7 @@ impl<Db: Remote> BoundedPool<Db> {
     pub(super) async fn acquire(&self) -> sqlx::Result<Bounded<Db>> {
         let held = Held::Pooled(self.pooled().await?);
         let mut connection = Bounded::new(held, self.answer_timeout);
-        connection.reset.clone_from(&self.reset);
+        connection.reset = Some(Arc::clone(&self.reset));
         connection.moved.clone_from(&self.moved);
         Ok(connection)
     }
@@ -326,8 +326,11 @@ impl<Db: Remote> BoundedPool<Db> {
     /// Closes the pool. Connections that are still in use after the answer timeout are closed when
     /// they come back.
     pub(super) async fn close(&self) {
-        drop(self.pulse.lock().await.take());
-        if timeout(self.answer_timeout, self.pool.close()).await.is_err() {
+        // The call closes the pool, so no further ping begins; its future waits for connections.
+        let closing = self.pool.close();
+        // A ping that waits for its server holds the lock.
+        let pulse = async { drop(self.pulse.lock().await.take()) };
+        if timeout(self.answer_timeout, async { tokio::join!(closing, pulse) }).await.is_err() {
             tracing::warn!("connections were still in use when the database was closed");
         }
     }
@@ -531,11 +534,11 @@ async fn give_back<Db: Remote>(mut connection: PoolConnection<Db>, reset: Arc<st
             // Each costs a new connection. A person should know if it happens after every handler.
             static SAID: AtomicBool = AtomicBool::new(false);
             if SAID.swap(true, Ordering::Relaxed) {
-                tracing::debug!(?failed, "a session was not set back after a handler; its connection is closed");
+                tracing::debug!(?failed, "a session could not be reset after a handler; its connection is closed");
             } else {
                 tracing::warn!(
                     ?failed,
-                    "a session was not set back after a handler; its connection is closed. Later ones are logged at debug"
+                    "a session could not be reset after a handler; its connection is closed. Later ones are logged at debug"
                 );
             }
             drop(connection.detach());

@@ -30,9 +30,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use redis::Client;
-use redis::aio::MultiplexedConnection;
 use tokio::sync::Mutex;
 
+use self::connect::Trusted;
 use crate::error::redact;
 
 /// How to reach Redis, and the prefix of its keys.
@@ -69,7 +69,7 @@ impl std::fmt::Debug for RedisOptions {
 pub struct RedisKeys {
     client: Client,
     options: Arc<RedisOptions>,
-    connection: Arc<Mutex<Option<MultiplexedConnection>>>,
+    connection: Arc<Mutex<Option<Trusted>>>,
 }
 
 impl std::fmt::Debug for RedisKeys {

@@ -4,6 +4,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use oncebox::StoreError;
+use oncebox::observe::Health;
 use oncebox::operation::{
     Durability, Effects, Endpoint, Engine, EngineOptions, Identity, Key, KeyFormat, Mode, Retention, Route, Scope,
     State,
@@ -15,6 +16,7 @@ use redis::AsyncCommands;
 use uuid::Uuid;
 
 use super::prefix::{ANSWER_MAX, Prefix, connection};
+use super::proxy::{Failure, Proxy};
 use super::support::{eventually, free_port, service};
 
 const LONG: Duration = Duration::from_secs(600);
@@ -226,6 +228,50 @@ async fn o25_a_primary_that_became_a_replica_is_left_for_a_new_connection() {
     take(&store, &claim("k")).await;
 }
 
+// The host of the primary goes away without a word, and the name soon leads to another one. Shown
+// to fail: keeping a connection whose ping was dropped, which TCP ends after a quarter of an hour.
+#[tokio::test]
+async fn o25_an_outage_without_a_word_ends_once_the_name_leads_to_a_server_again() {
+    let test = "o25_an_outage_without_a_word_ends_once_the_name_leads_to_a_server_again";
+    let Some(server) = Server::start(test, &[]).await else { return };
+    let proxy = Proxy::before_broker(&server.options().url);
+    let store = RedisKeys::connect(server.at(proxy.url.clone())).await.unwrap();
+    let health = Health::default();
+    let engine = Engine::new(store, EngineOptions { health: health.clone(), ..EngineOptions::default() });
+    engine.measure().await.unwrap();
+    proxy.fails(Failure::Silence);
+    eventually("the outage is known", LONG, || async { (!health.is_ready()).then_some(()) }).await;
+    proxy.works();
+    eventually("its end is known", ANSWER_MAX / 2, || async { health.is_ready().then_some(()) }).await;
+    engine.measure().await.unwrap();
+}
+
+// Shown to fail: a check beside the calls that note a lost connection.
+#[tokio::test]
+async fn o25_a_check_on_a_lost_connection_is_followed_by_one_on_a_new_connection() {
+    let test = "o25_a_check_on_a_lost_connection_is_followed_by_one_on_a_new_connection";
+    let Some(server) = Server::start(test, &[]).await else { return };
+    let proxy = Proxy::before_broker(&server.options().url);
+    let store = RedisKeys::connect(server.at(proxy.url.clone())).await.unwrap();
+    proxy.fails(Failure::Cut);
+    let lost = eventually("it is lost", ANSWER_MAX, || async { store.check().await.err() }).await;
+    assert!(matches!(lost, StoreError::Unavailable(_)), "{lost}");
+    proxy.works();
+    eventually("the server is checked", ANSWER_MAX, || async { store.check().await.ok() }).await;
+}
+
+// Shown to fail: without the case of the client's own error for a password.
+#[tokio::test]
+async fn a_wrong_password_is_refused() {
+    let Some(server) = Server::start("a_wrong_password_is_refused", &[]).await else { return };
+    server.set("requirepass", "right").await;
+    for login in ["", ":wrong@", "nobody:right@"] {
+        let refused = RedisKeys::connect(server.at(format!("redis://{login}127.0.0.1:{}", server.port))).await;
+        assert!(matches!(refused, Err(StoreError::Refused(_))), "{login}: {refused:?}");
+    }
+    RedisKeys::connect(server.at(format!("redis://:right@127.0.0.1:{}", server.port))).await.unwrap();
+}
+
 // Shown by: `volatile` keys for claims; a connection that is kept after it failed.
 #[tokio::test]
 async fn o25_duplicates_are_suppressed_while_the_server_keeps_its_data_and_a_server_that_is_away_is_none() {
@@ -300,5 +346,43 @@ async fn o25_no_epoch_is_given_twice_also_after_the_record_is_gone() {
         fixture.store.release(&owned).await.unwrap();
     }
     assert_eq!(fixture.records().await, 0);
+    fixture.end().await;
+}
+
+// A route whose metadata lived an hour, then two, then seven days.
+// Shown to fail: the shortest retention for ever (a key whose request had never arrived was too old
+// for ever); without `below` (a key of the first hour was new again); without `next`.
+#[tokio::test]
+async fn o23_a_longer_retention_counts_once_all_records_with_a_shorter_one_are_gone() {
+    let Some(fixture) = Prefix::start("o23_a_longer_retention_counts").await else { return };
+    let mut connection = fixture.connection.clone();
+    let hour = 3_600_000_000_i64;
+    let outcome = async |key: &str, hours: u32| {
+        let owned = take(&fixture.store, &claim(key)).await;
+        let metadata = Duration::from_secs(3_600) * hours;
+        let retention = Retention { ttl: LONG, body: LONG, metadata };
+        let failed = RunOutcome::FailedRetryable { error_code: None };
+        fixture.store.finish(&owned, &failed, &retention).await.unwrap();
+        let look = fixture.store.find(&claim("other").identity).await.unwrap();
+        (look.now.micros, look.purged_below.map(|bound| bound.micros - 60_000_000))
+    };
+    let (now, bound) = outcome("a", 1).await;
+    assert_eq!(bound, None);
+    let [forgotten] = fixture.keys("forgotten:").await.try_into().unwrap();
+    // As if the first outcome were ten hours old.
+    let _: () = connection.hset(&forgotten, "first", now - 10 * hour).await.unwrap();
+    for (key, hours) in [("b", 168), ("c", 2), ("d", 168)] {
+        let (now, bound) = outcome(key, hours).await;
+        assert_eq!(bound, Some(now - hour), "records that live an hour may be gone");
+    }
+    // As if an hour had passed since the last of them.
+    let used = now - hour - 1;
+    let _: () = connection.hset(&forgotten, "used", used).await.unwrap();
+    let (now, bound) = outcome("e", 168).await;
+    assert_eq!(bound, Some(used), "what was forgotten stays forgotten, and later keys are new");
+    // As if that were long ago: the records of two hours may be gone, too.
+    let _: () = connection.hset(&forgotten, "below", now - 9 * hour).await.unwrap();
+    let (now, bound) = outcome("f", 168).await;
+    assert_eq!(bound, Some(now - 2 * hour));
     fixture.end().await;
 }

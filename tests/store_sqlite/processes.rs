@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use oncebox::message::{MessageId, NewMessage};
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, Inbox, InboxEntry, Schema, StoreOptions};
+use oncebox::store::{Base, Inbox, InboxEntry, Schema, Severity, StoreOptions};
 use oncebox_testkit::store::Trial;
 
 use crate::fixture::SqliteFile;
@@ -90,7 +90,11 @@ async fn a_child_whose_file_is_read_only_at_first() {
         looked.unwrap();
     }
     let refused = store.register(&spec("early")).await.unwrap_err();
-    assert!(refused.is_transient(), "{refused}");
+    assert!(refused.is_transient() && refused.to_string().contains("test.db.oncebox-lock`"), "{refused}");
+    let findings = store.check().await.unwrap();
+    let turn = findings.iter().find(|finding| finding.name == "turn").unwrap();
+    let hint = turn.remedy.as_deref().unwrap_or_default();
+    assert!(turn.severity == Severity::Refused && hint.contains("the owner and the rights"), "{turn:?}");
     set_mode(0o644);
     let began = Instant::now();
     while let Err(error) = store.register(&spec("later")).await {
@@ -101,7 +105,8 @@ async fn a_child_whose_file_is_read_only_at_first() {
 }
 
 /// A program that was started while the disk could not be written goes on when it can be. Shown to
-/// fail: without the change of state in `connect`, by which such a connection is used only once.
+/// fail: without the change of state in `connect`, by which such a connection is used only once; a
+/// check that takes a lock file it may not open for one that another process holds.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_file_that_was_read_only_at_the_start_is_written_later() {
     let trial = Trial::<SqliteFile>::start("read_only").await.unwrap();

@@ -65,13 +65,9 @@ impl Log {
                 directory.display()
             )));
         }
-        let lock_file = lock_file(&config.path);
-        let turn = Turn::open(&lock_file).map_err(|error| {
-            let why = format!("the lock file `{}` cannot be opened: {error}", lock_file.display());
-            match error.kind() {
-                ErrorKind::ReadOnlyFilesystem | ErrorKind::StorageFull => BrokerError::Unavailable(why),
-                _ => BrokerError::Refused(why),
-            }
+        let turn = Turn::open(lock_file(&config.path)).map_err(|error| match error.kind() {
+            ErrorKind::ReadOnlyFilesystem | ErrorKind::StorageFull => BrokerError::Unavailable(error.to_string()),
+            _ => BrokerError::Refused(error.to_string()),
         })?;
         let log = Self { config, turn, appended: watch::Sender::new(0) };
         let connection = log.connect_with(SqliteSynchronous::Full, true).await?;

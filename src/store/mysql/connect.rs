@@ -44,7 +44,7 @@ pub(super) async fn connect(options: &StoreOptions) -> Result<MySqlStore, StoreE
     let lock_wait = lock_wait(options.handler_timeout);
     let statement_max = timeouts.statement;
     Ok(MySqlStore {
-        pool: BoundedPool::new(pool, answer_timeout, timeouts.rests(), Some(reset), hosts),
+        pool: BoundedPool::new(pool, answer_timeout, timeouts.rests(), reset, hosts),
         lock_wait,
         statement_max,
     })

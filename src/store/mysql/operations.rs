@@ -18,7 +18,7 @@ use super::inbox::NO_SAVEPOINT;
 use super::{MySqlStore, START, number};
 use crate::error::StoreError;
 use crate::operation::port::{
-    Basis, Begun, Bridged, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
+    Basis, Begun, Bridged, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome, ended,
 };
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode};
@@ -61,9 +61,7 @@ impl Bridged for MySqlConnection {
         match sqlx::raw_sql("release savepoint oncebox_stands").execute(self).await {
             Ok(_) => Ok(()),
             // Without a transaction, the savepoint ended together with its own statement.
-            Err(error) if number(&error) == Some(NO_SAVEPOINT) => {
-                Err(StoreError::Fenced("the transaction has ended before its commit".to_owned()))
-            }
+            Err(error) if number(&error) == Some(NO_SAVEPOINT) => Err(ended()),
             Err(error) => Err(error.into()),
         }
     }

@@ -44,7 +44,7 @@ pub(super) async fn connect(options: &StoreOptions) -> Result<PostgresStore, Sto
             })
         })
         .connect_lazy_with(connect);
-    let pool = BoundedPool::new(pool, answer_timeout, RESTS_MAX, Some(reset), hosts);
+    let pool = BoundedPool::new(pool, answer_timeout, RESTS_MAX, reset, hosts);
     Ok(PostgresStore {
         pool,
         handler_timeout: options.handler_timeout,

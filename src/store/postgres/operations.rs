@@ -21,7 +21,7 @@ use super::connect::BEGIN;
 use super::{PostgresStore, code};
 use crate::error::StoreError;
 use crate::operation::port::{
-    Basis, Begun, Bridged, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
+    Basis, Begun, Bridged, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome, ended,
 };
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode};
@@ -88,7 +88,7 @@ impl Bridged for PgConnection {
         let set = sqlx::raw_sql("savepoint oncebox_stands").execute(&mut *self).await;
         set.map_err(|error| match code(&error).as_deref() {
             // There is no transaction (25P01).
-            Some("25P01") => StoreError::Fenced("the transaction has ended before its commit".to_owned()),
+            Some("25P01") => ended(),
             _ => error.into(),
         })?;
         sqlx::raw_sql("release savepoint oncebox_stands").execute(self).await?;

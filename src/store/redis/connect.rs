@@ -2,14 +2,33 @@
 //!
 //! Guarantees: a connection that failed, or did not answer in time, is never used again. The next
 //! call makes a new one and checks its server again, which may be another one (failover, DNS).
+//! In time is the answer timeout, or for a ping as long as its caller waits.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, FromRedisValue, RedisError, Script, TlsCertificates};
 
 use super::{RedisKeys, RedisOptions};
 use crate::error::{StoreError, redact};
+
+/// A connection whose server was checked. Clones share it.
+#[derive(Clone)]
+pub(super) struct Trusted {
+    connection: MultiplexedConnection,
+    /// Set once it is not to be used again. Other calls may still wait for answers on it.
+    is_left: Arc<AtomicBool>,
+}
+
+/// A ping that is not answered yet. Dropped, its connection is not used again.
+struct Unanswered<'c>(&'c AtomicBool);
+
+impl Drop for Unanswered<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
 
 impl RedisKeys {
     /// Connects, and refuses a server that may lose keys while it runs.
@@ -34,24 +53,37 @@ impl RedisKeys {
     /// # Errors
     /// As [`RedisKeys::connect`].
     pub async fn check(&self) -> Result<(), StoreError> {
-        let mut connection = self.connection().await?;
-        self.trust(&mut connection).await
+        self.with(async |used| self.trust(&mut used.connection).await).await?
     }
 
-    async fn trust(&self, connection: &mut MultiplexedConnection) -> Result<(), StoreError> {
+    /// Asks the server what it is. The inner error says why it is refused.
+    async fn trust(&self, connection: &mut MultiplexedConnection) -> Result<Result<(), StoreError>, RedisError> {
         for (section, field, wanted, why) in [
             ("memory", "maxmemory_policy", "noeviction", "it may evict a claim while its request runs"),
             ("replication", "role", "master", "a replica's view is late, and it takes no writes"),
             ("cluster", "cluster_enabled", "0", "the scripts name keys of several slots"),
         ] {
-            let info: String = redis::cmd("INFO").arg(section).query_async(connection).await.map_err(store_error)?;
+            let info: String = redis::cmd("INFO").arg(section).query_async(connection).await?;
             let found = info.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
             if found != Some(wanted) {
                 let (found, server) = (found.unwrap_or("nothing"), redact(&self.options.url));
-                return Err(StoreError::Refused(format!("{server} says {field}:{found}, not {wanted}: {why}")));
+                let why = format!("{server} says {field}:{found}, not {wanted}: {why}");
+                return Ok(Err(StoreError::Refused(why)));
             }
         }
-        Ok(())
+        Ok(Ok(()))
+    }
+
+    /// Pings the server. Dropped before the answer, the connection is not used again: TCP may need
+    /// a quarter of an hour to notice that its server is gone.
+    pub(super) async fn ping(&self) -> Result<(), StoreError> {
+        self.with(async |used| {
+            let unanswered = Unanswered(&used.is_left);
+            let answer = redis::cmd("PING").query_async(&mut used.connection).await;
+            std::mem::forget(unanswered);
+            answer
+        })
+        .await
     }
 
     /// Runs a script on the server. After a lost connection it is unknown whether the script ran.
@@ -68,34 +100,31 @@ impl RedisKeys {
         for argument in arguments {
             invocation.arg(argument);
         }
-        self.with(async |connection| invocation.invoke_async(connection).await).await
+        self.with(async |used| invocation.invoke_async(&mut used.connection).await).await
     }
 
-    pub(super) async fn with<T>(
-        &self,
-        work: impl AsyncFnOnce(&mut MultiplexedConnection) -> Result<T, RedisError>,
-    ) -> Result<T, StoreError> {
-        let mut connection = self.connection().await?;
-        let done = work(&mut connection).await;
+    async fn with<T>(&self, work: impl AsyncFnOnce(&mut Trusted) -> Result<T, RedisError>) -> Result<T, StoreError> {
+        let mut used = self.connection().await?;
+        let done = work(&mut used).await;
         if done.as_ref().is_err_and(|error| is_lost(error) || error.code() == Some(REPLICA)) {
-            // The next call connects again. Other calls may still wait for answers on this
-            // connection.
-            *self.connection.lock().await = None;
+            used.is_left.store(true, Ordering::Relaxed);
         }
         done.map_err(store_error)
     }
 
-    async fn connection(&self) -> Result<MultiplexedConnection, StoreError> {
+    /// The connection of all calls, made anew where the last one was left.
+    async fn connection(&self) -> Result<Trusted, StoreError> {
         let mut slot = self.connection.lock().await;
-        if let Some(connection) = &*slot {
-            return Ok(connection.clone());
+        slot.take_if(|kept| kept.is_left.load(Ordering::Relaxed));
+        if let Some(kept) = &*slot {
+            return Ok(kept.clone());
         }
         let timeout = Some(self.options.answer_timeout);
         let config = AsyncConnectionConfig::new().set_connection_timeout(timeout).set_response_timeout(timeout);
         let made = self.client.get_multiplexed_async_connection_with_config(&config).await;
-        let mut made = made.map_err(store_error)?;
-        self.trust(&mut made).await?;
-        Ok(slot.insert(made).clone())
+        let mut connection = made.map_err(store_error)?;
+        self.trust(&mut connection).await.map_err(store_error)??;
+        Ok(slot.insert(Trusted { connection, is_left: Arc::default() }).clone())
     }
 }
 
@@ -145,15 +174,19 @@ fn store_error(error: RedisError) -> StoreError {
              stands in it"
         ));
     }
+    // Redis says WRONGPASS, but the client does not pass it on.
+    if error.kind() == redis::ErrorKind::AuthenticationFailed {
+        return StoreError::Refused(format!(
+            "Redis refuses the user or the password in the URL ({error}): correct them"
+        ));
+    }
     if matches!(error.kind(), redis::ErrorKind::UnexpectedReturnType | redis::ErrorKind::Parse) {
         return StoreError::Corrupt(format!("an answer of Redis: {error}"));
     }
     match error.code() {
         Some(code) if WAIT.contains(&code) => StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(error))),
         Some(code) if REFUSED.contains(&code) => StoreError::Refused(error.to_string()),
-        _ if is_lost(&error) || error.is_timeout() => {
-            StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(error)))
-        }
+        _ if is_lost(&error) => StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(error))),
         _ => StoreError::Other(sqlx::Error::Protocol(error.to_string())),
     }
 }

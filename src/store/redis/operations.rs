@@ -3,7 +3,8 @@
 //! A record is a hash; its body is another hash with a time to live of its own. Two sorted sets
 //! list the keys in progress and the unknown ones. Redis removes expired keys itself, so the calls
 //! of a sweep find nothing to do. Up to which time keys may have been forgotten follows from the
-//! first outcome of an operation and its shortest retention (O23).
+//! first outcome of an operation and its shortest retention; a longer one counts once the last
+//! record with the shorter one is gone (O23).
 //!
 //! Guarantees: those of `redis`. The parts of an identity are stored beside its digest, and the
 //! engine compares them (O16).
@@ -188,21 +189,25 @@ impl Keys for RedisKeys {
         Durability::Guard
     }
 
+    /// On the connection of all calls: there is no pool in which none could be free.
     async fn sign_of_life(&self) -> Result<(), StoreError> {
-        self.with(async |connection| redis::cmd("PING").query_async(connection).await).await
+        self.ping().await
     }
 
     async fn find(&self, identity: &Identity) -> Result<Look, StoreError> {
         let [record, _] = self.records_of(identity);
         let forgotten = self.key("forgotten", identity.operation().as_str());
-        type Found = (i64, Option<i64>, Option<u64>, Option<u64>, HashMap<String, Vec<u8>>);
-        let (now, first, shortest, skew, fields): Found = self.call(&scripts::FIND, &[record, forgotten], &[]).await?;
-        let now = DbTime { micros: now };
-        let purged_below = first.zip(shortest).and_then(|(first, shortest)| {
+        type Found = (i64, Option<i64>, Option<u64>, Option<i64>, Option<u64>, HashMap<String, Vec<u8>>);
+        let found: Found = self.call(&scripts::FIND, &[record, forgotten], &[]).await?;
+        let (now, first, shortest, below, skew, fields) = found;
+        let time = |micros| DbTime { micros };
+        let now = time(now);
+        let ended = first.zip(shortest).and_then(|(first, shortest)| {
             let shortest = Duration::from_micros(shortest);
-            let skew = skew.map_or(ID_SKEW, |skew| Duration::from_micros(skew).max(ID_SKEW));
-            (DbTime { micros: first }.after(shortest) <= now).then(|| now.before(shortest).after(skew))
+            (time(first).after(shortest) <= now).then(|| now.before(shortest))
         });
+        let skew = skew.map_or(ID_SKEW, |skew| Duration::from_micros(skew).max(ID_SKEW));
+        let purged_below = ended.max(below.map(time)).map(|bound| bound.after(skew));
         let record = if fields.is_empty() { None } else { Some(Fields(fields).record(now)?) };
         Ok(Look { now, purged_below, record, body: None })
     }

@@ -52,11 +52,12 @@ pub(super) static SKEW: LazyLock<Script> = script!(
     "return 0\n",
 );
 
-/// KEYS: record, forgotten. Returns now, the first outcome, the shortest life of metadata, the
-/// largest skew, and the fields of the record.
+/// KEYS: record, forgotten. Returns now, the first outcome, the shortest life of metadata that
+/// counts, up to when records with a shorter one were forgotten, the largest skew, and the fields
+/// of the record.
 pub(super) static FIND: LazyLock<Script> = script!(
-    "local g = redis.call('HMGET', KEYS[2], 'first', 'metadata', 'skew')\n",
-    "return {whole(now), g[1], g[2], g[3], redis.call('HGETALL', KEYS[1])}\n",
+    "local g = redis.call('HMGET', KEYS[2], 'first', 'metadata', 'below', 'skew')\n",
+    "return {whole(now), g[1], g[2], g[3], g[4], redis.call('HGETALL', KEYS[1])}\n",
 );
 
 /// KEYS: record, body. ARGV: epoch. Returns the body's fields; none where its time is over, even if
@@ -128,10 +129,24 @@ pub(super) static FINISH: LazyLock<Script> = script!(
     "  redis.call('HSET', KEYS[2], 'epoch', ARGV[1], unpack(ARGV, 9 + parts))\n",
     "  redis.call('PEXPIRE', KEYS[2], whole(math.max(math.ceil(body_ttl / 1000), 1)))\n",
     "end\n",
-    // Stores since when records of the operation may be forgotten, and their shortest life.
+    // What `find` needs to know which records may be forgotten: `first` is the time of the first
+    // outcome, `metadata` the shortest life that still counts, `used` when that was last given.
+    // When the last record with that life is gone, the shortest of the later ones (`next`) takes
+    // its place, and `below` keeps up to when records were forgotten.
+    "metadata = tonumber(metadata)\n",
     "redis.call('HSETNX', KEYS[5], 'first', whole(now))\n",
-    "local shortest = redis.call('HGET', KEYS[5], 'metadata')\n",
-    "if not shortest or tonumber(shortest) > tonumber(metadata) then redis.call('HSET', KEYS[5], 'metadata', metadata) end\n",
+    "local g = redis.call('HMGET', KEYS[5], 'metadata', 'used', 'next', 'below')\n",
+    "local shortest, used = tonumber(g[1] or metadata), tonumber(g[2] or now)\n",
+    "if metadata > shortest then\n",
+    "  metadata = math.min(metadata, tonumber(g[3] or metadata))\n",
+    "  if now < used + shortest then\n",
+    "    redis.call('HSET', KEYS[5], 'next', whole(metadata))\n",
+    "    return 1\n",
+    "  end\n",
+    "  redis.call('HSET', KEYS[5], 'below', whole(math.max(used, tonumber(g[4] or 0))))\n",
+    "end\n",
+    "redis.call('HSET', KEYS[5], 'metadata', whole(metadata), 'used', whole(now))\n",
+    "redis.call('HDEL', KEYS[5], 'next')\n",
     "return 1\n",
 );
 

@@ -76,11 +76,7 @@ async fn triggers(store: &SqliteStore) -> Result<Finding, StoreError> {
         Finding::ok("limits", "all triggers of the outbox stand as they were made")
     } else {
         let detail = format!("missing or changed: {}", missing.join(", "));
-        Finding::refused(
-            "limits",
-            detail,
-            "messages that can never be sent are let in: `oncebox migrate print` has the text",
-        )
+        Finding::refused("limits", detail, "put back the triggers of oncebox_outbox that `oncebox migrate print` shows")
     })
 }
 
@@ -120,15 +116,23 @@ async fn below_cursor(store: &SqliteStore) -> Result<Finding, StoreError> {
 /// Checks the turn. A frozen process keeps the write lock, and nothing in SQLite can end its
 /// transaction (R28).
 async fn turn(store: &SqliteStore) -> Finding {
-    match store.take_turn(TURN_LONG).await {
+    match store.take_turn(TURN_LONG).await.map_err(|error| (error.kind(), error.to_string())) {
         Ok(_) => Finding::ok("turn", "the write turn is free, or comes soon"),
-        Err(error) if error.kind() == ErrorKind::ReadOnlyFilesystem => {
-            Finding::waits("turn", error.to_string(), "nothing can be written: make the disk of the file writable")
-        }
-        Err(error) => Finding::warning(
+        Err((ErrorKind::TimedOut, detail)) => Finding::warning(
             "turn",
-            error.to_string(),
+            detail,
             "nobody can write while it is held: look whether that process is stopped, and continue or end it",
+        ),
+        Err((ErrorKind::ReadOnlyFilesystem | ErrorKind::StorageFull, detail)) => Finding::waits(
+            "turn",
+            detail,
+            "nothing can be written: make the disk of the file writable, with room on it",
+        ),
+        Err((_, detail)) => Finding::refused(
+            "turn",
+            detail,
+            "nobody can write without it: look at the owner and the rights of the files beside the database whose names \
+             end in `.oncebox-lock` and `.oncebox-lock-next`",
         ),
     }
 }

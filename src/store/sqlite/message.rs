@@ -1,10 +1,9 @@
-//! How messages are stored: headers as JSON, times as milliseconds, ids as text or bytes.
+//! How messages are stored: headers as JSON, ids as text or bytes.
 //!
 //! Outbox headers are one JSON object of strings that includes the trace context, so that every
 //! writer stores the same form; reading separates the trace context again. Received headers may
 //! have any bytes: they are stored as pairs of name and hexadecimal digits.
 
-use chrono::{DateTime, Utc};
 use uuid::Uuid;
 
 use crate::error::StoreError;
@@ -46,10 +45,6 @@ pub(super) fn arrived_from_json(json: &str) -> Result<Vec<(String, Vec<u8>)>, St
     let corrupt = || StoreError::Corrupt("headers of a waiting row are not as they were written".to_owned());
     let pairs: Vec<(String, String)> = serde_json::from_str(json).map_err(|_| corrupt())?;
     pairs.into_iter().map(|(name, digits)| Ok((name, unhex(&digits).ok_or_else(corrupt)?))).collect()
-}
-
-pub(super) fn time_from_millis(millis: i64) -> Result<DateTime<Utc>, StoreError> {
-    DateTime::from_timestamp_millis(millis).ok_or_else(|| StoreError::Corrupt(format!("{millis} is no time")))
 }
 
 pub(super) fn uuid_from_text(text: &str) -> Result<Uuid, StoreError> {

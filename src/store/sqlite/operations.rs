@@ -20,7 +20,7 @@ use super::SqliteStore;
 use super::write::Write;
 use crate::error::StoreError;
 use crate::operation::port::{
-    Basis, Begun, Bridged, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome,
+    Basis, Begun, Bridged, Fenced, KeyClaim, Look, OperationTx, Operations, Owned, RecordFence, RunOutcome, ended,
 };
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::{Identity, Mode};
@@ -70,7 +70,7 @@ impl Bridged for SqliteConnection {
             return Ok(());
         }
         sqlx::raw_sql("rollback").execute(self).await?;
-        Err(StoreError::Fenced("the transaction has ended before its commit".to_owned()))
+        Err(ended())
     }
 }
 

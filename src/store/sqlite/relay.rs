@@ -25,14 +25,14 @@ use sqlx::{Row, query, query_scalar};
 
 use self::mark::positions_json;
 use super::SqliteStore;
-use super::message::{headers_from_json, time_from_millis, uuid_from_text};
+use super::message::{headers_from_json, uuid_from_text};
 use crate::error::StoreError;
 use crate::message::OutgoingMessage;
 use crate::outbox::port::{
     DivertedRow, LeaseAnswer, LeaseRequest, Mark, OperatorRequest, Outbox, OutboxRow, ReadBatch, RelaySession,
 };
 use crate::store::base::Base;
-use crate::store::sql::{SqlStore, outbox};
+use crate::store::sql::{self, SqlStore, outbox};
 use crate::time::lease::Fence;
 
 /// The fence and the next rows, each with its bytes, in one snapshot. The outer join returns the
@@ -117,7 +117,7 @@ impl SqliteSession {
         if last < scanned_to {
             return Err(StoreError::Refused(format!(
                 "sequence behind cursor: the outbox has given positions up to {last}, but the relay has passed {scanned_to}; \
-                 messages enqueued now would never be read; run `oncebox doctor --fix`"
+                 messages enqueued now are refused; run `oncebox doctor --fix`"
             )));
         }
         Ok(())
@@ -219,7 +219,7 @@ fn outbox_row(row: &SqliteRow, at: usize) -> Result<OutboxRow, StoreError> {
             payload: row.try_get(at + 7)?,
             content_type: row.try_get(at + 8)?,
             trace,
-            created_at: time_from_millis(row.try_get(at + 9)?)?,
+            created_at: (row as &dyn sql::Row).get(at + 9)?,
         },
     })
 }
