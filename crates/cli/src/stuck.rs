@@ -57,11 +57,15 @@ pub(super) fn stuck_by(status: &Status, older_than: Duration) -> Vec<Stuck<'_>> 
     stuck
 }
 
-/// Returns what is stuck in the database: the relay, held and waiting messages, consumers without a
+/// Adds what is stuck in the database: the relay, held and waiting messages, consumers without a
 /// process, waits for locks.
-pub(super) async fn look(store: &dyn Duties, status: &Status, older_than: Duration) -> Result<Vec<Finding>, AppError> {
+pub(super) async fn look(
+    store: &dyn Duties,
+    status: &Status,
+    older_than: Duration,
+    findings: &mut Vec<Finding>,
+) -> Result<(), AppError> {
     let stuck = stuck_by(status, older_than);
-    let mut findings = Vec::new();
     if !matches!(stuck.first(), Some(Stuck::Outbox { .. })) {
         let pending = messages(status.pending);
         findings.push(Finding::ok("outbox: publisher", format!("owned by {}; {pending} pending", owners(status))));
@@ -82,7 +86,7 @@ pub(super) async fn look(store: &dyn Duties, status: &Status, older_than: Durati
             "end the transaction that holds the lock",
         ));
     }
-    Ok(findings)
+    Ok(())
 }
 
 fn owners(status: &Status) -> String {
