@@ -31,7 +31,7 @@ impl World {
             "a server's notice of what is as it should be: {migrated:?}"
         );
         migrated.ok();
-        assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "nothing to apply\n");
+        assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "no migration to apply\n");
         let name = unique("cli");
         let own = std::fs::read_to_string(place.ledger()).unwrap();
         let own = own.replace("\"payments\"", &format!("\"{name}\"")).replace("\"ledger\"", &format!("\"{name}\""));
