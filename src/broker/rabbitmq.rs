@@ -133,7 +133,15 @@ impl Broker for RabbitBroker {
 
     async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
         let link = Link::open(&self.config, "oncebox remove").await?;
-        let removed = Topology::new(&link, &self.config).remove(subscriptions).await;
+        let mut topology = Topology::new(&link, &self.config);
+        let removed = async {
+            topology.remove(subscriptions).await?;
+            for tap in self.taps.forget(subscriptions).await {
+                topology.delete_queue(&tap).await?;
+            }
+            Ok(())
+        }
+        .await;
         link.close().await;
         removed
     }

@@ -12,9 +12,9 @@ use oncebox::store::{Answer, AnswerBody, KeptBody};
 /// What is replayed to whoever repeats the request.
 #[derive(Debug, Clone, Args)]
 pub(super) struct AnswerArgs {
-    /// The HTTP status of the answer, 200 by default for a success; or the code of gRPC, which is 0
-    /// for a success
-    #[arg(long, value_name = "NUMBER")]
+    /// The HTTP status of the answer, 200 to 599, by default 200 for a success; for a call of gRPC
+    /// its code, 0 to 16, which is 0 for a success
+    #[arg(long, value_name = "NUMBER", value_parser = answer_status)]
     status: Option<u16>,
     /// The content type of the answer
     #[arg(long, value_name = "TYPE", default_value = "application/json")]
@@ -23,8 +23,25 @@ pub(super) struct AnswerArgs {
     #[arg(long, value_name = "NUMBER", default_value_t = 1)]
     schema_version: u32,
     /// How long the answer is replayed, from now
-    #[arg(long, value_name = "DURATION", default_value = "24h", value_parser = oncebox::app::config::parse_duration)]
+    #[arg(long, value_name = "DURATION", default_value = "24h", value_parser = replay_time)]
     ttl: Duration,
+}
+
+/// Reads a status that a route can replay.
+fn answer_status(text: &str) -> Result<u16, String> {
+    match text.parse() {
+        Ok(status @ (0..=16 | 200..=599)) => Ok(status),
+        _ => Err("no status of an answer: HTTP has 200 to 599, gRPC 0 to 16".to_owned()),
+    }
+}
+
+/// Reads how long an answer is replayed. With 0 the key would have expired at once, and the next
+/// request under it would execute.
+fn replay_time(text: &str) -> Result<Duration, String> {
+    match oncebox::app::config::parse_duration(text)? {
+        Duration::ZERO => Err("must be longer than zero: else the next request under the key executes".to_owned()),
+        ttl => Ok(ttl),
+    }
 }
 
 impl AnswerArgs {

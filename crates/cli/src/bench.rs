@@ -11,7 +11,6 @@ mod append;
 mod bed;
 mod consume;
 mod crowd;
-mod doors;
 mod fault;
 mod figure;
 mod growth;
@@ -22,7 +21,9 @@ mod pay;
 mod relay;
 #[cfg(all(feature = "http", feature = "client"))]
 mod served;
+mod started;
 mod stores;
+mod transactional;
 mod usage;
 mod watched;
 mod work;
@@ -39,7 +40,7 @@ use self::figure::Figure;
 use self::yard::Yard;
 use super::common::{CommonArgs, Output};
 use super::place::Place;
-use oncebox::app::{AppError, stop_on_signals};
+use oncebox::app::{AppError, say, stop_on_signals};
 
 /// Which part of the system is measured.
 #[derive(Debug, Clone, Subcommand)]
@@ -161,10 +162,15 @@ async fn on<S: Yard>(command: &BenchCommand, place: Place, output: Output) -> Re
     // After a signal, what was made is still removed.
     let measured = stop.run_until_cancelled(measure(command, &mut bed, load)).await;
     let measured = measured.unwrap_or_else(|| Err(AppError::failed("stopped")));
-    let cleared = bed.clear().await;
-    let figures = measured?;
-    figure::print(&figures, output)?;
-    cleared
+    let left = bed.clear().await;
+    for error in &left {
+        say("INFO", &error.message);
+    }
+    figure::print(&measured?, output)?;
+    match left.is_empty() {
+        true => Ok(()),
+        false => Err(AppError::failed("not all that the benchmark made could be removed: see above")),
+    }
 }
 
 async fn measure<S: Yard>(command: &BenchCommand, bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
@@ -183,7 +189,7 @@ async fn measure<S: Yard>(command: &BenchCommand, bed: &mut Bed<S>, load: Load) 
             growth::measure(bed, load, pending, args.stored).await
         }
         BenchCommand::Http(args) => {
-            let mut figures = doors::measure(bed, load).await?;
+            let mut figures = transactional::measure(bed, load).await?;
             if args.stored > 0 {
                 figures.extend(keys::measure(bed, load, args.stored).await?);
             }

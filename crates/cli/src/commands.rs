@@ -85,8 +85,6 @@ enum Command {
 enum Program {
     Publisher(PublisherArgs),
     Consumer(ConsumerArgs),
-    #[cfg(feature = "email")]
-    Sender(super::sender::SenderArgs),
     Demo(demo::RoleArgs),
     Peer(bench::PeerArgs),
 }
@@ -144,8 +142,6 @@ impl OnceboxArgs {
             }
             Command::Run(Program::Publisher(args)) => args.run(&self.common).await,
             Command::Run(Program::Consumer(args)) => args.run(&self.common).await,
-            #[cfg(feature = "email")]
-            Command::Run(Program::Sender(args)) => super::sender::run(&args, &self.common).await,
             Command::Run(Program::Demo(args)) => demo::run_role(args, &self.common).await,
             Command::Run(Program::Peer(args)) => bench::run_peer(args, &self.common).await,
         }

@@ -40,13 +40,15 @@ pub(super) async fn require_schema<S: Schema>(store: &S, settings: &Settings) ->
     required.map_err(|error| AppError::from(error).on(&redact(&settings.database.url.0)))
 }
 
-/// Returns the result of a printed line. Where the reader is gone (`oncebox dead list | head`), the
-/// command ends without a message.
+/// Returns the result of a printed line. That the reader is gone (`oncebox dead list | head`) is no
+/// error: the command goes on, and its exit code is that of its work.
 pub(super) fn written(line: std::io::Result<()>) -> Result<(), AppError> {
-    line.map_err(|error| match error.kind() {
-        std::io::ErrorKind::BrokenPipe => AppError::stopped(""),
-        _ => AppError::failed(format!("stdout cannot be written: {error}")),
-    })
+    match line {
+        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            Err(AppError::failed(format!("stdout cannot be written: {error}")))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// What is neither an error of a database nor of a broker, as the error of a command.

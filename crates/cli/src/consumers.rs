@@ -8,7 +8,7 @@ use clap::Subcommand;
 use super::act::{Act, refused};
 use super::common::{CommonArgs, Output, bound, limit, listed};
 use oncebox::app::AppError;
-use oncebox::store::{ConsumerStatus, Duties, Store};
+use oncebox::store::{ConsumerStatus, Duties, Status, Store};
 
 /// What to do with consumers.
 #[derive(Debug, Subcommand)]
@@ -81,7 +81,7 @@ pub(super) fn seen(consumer: &ConsumerStatus) -> String {
 
 /// Returns the text that there is no consumer of this name; none where there is one.
 pub(super) async fn unknown(store: &dyn Duties, name: &str) -> Result<Option<String>, AppError> {
-    let is_known = store.status().await?.consumers.iter().any(|consumer| consumer.name == name);
+    let is_known = store.status_since(&Status::default()).await?.consumers.iter().any(|consumer| consumer.name == name);
     Ok((!is_known).then(|| format!("there is no consumer `{name}`; `oncebox consumers list` shows them")))
 }
 
@@ -89,11 +89,12 @@ async fn forget(store: &dyn Duties, name: &str, act: &Act, output: Output) -> Re
     if let Some(why) = unknown(store, name).await? {
         return Err(AppError::failed(why));
     }
-    let left = store.forget_consumer(name, &act.context(true)).await.map_err(refused)?;
-    let count = usize::try_from(left.messages).unwrap_or(usize::MAX);
-    act.confirm_loss(count, "messages that wait, are held or dead", "lost with it")?;
+    let mut left = store.forget_consumer(name, &act.context(true)).await.map_err(refused)?;
+    // The inbox counts too: without it, what the broker still has would be handled again.
+    let count = usize::try_from(left.messages + left.inbox_rows).unwrap_or(usize::MAX);
+    act.confirm_loss(count, "messages and inbox rows", "lost with it")?;
     if !act.dry_run {
-        store.forget_consumer(name, &act.context(false)).await.map_err(refused)?;
+        left = store.forget_consumer(name, &act.context(false)).await.map_err(refused)?;
     }
     if output == Output::Json {
         let value = serde_json::json!({ "act": "forget", "dry_run": act.dry_run, "consumer": name, "left": left });

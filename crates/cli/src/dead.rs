@@ -21,7 +21,7 @@ use super::progress::{Batches, shown};
 use oncebox::app::config::Settings;
 use oncebox::app::{AppError, say};
 use oncebox::message::identity;
-use oncebox::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, DeadState, Duties, OperatorAct, Store};
+use oncebox::store::{ActContext, DeadFilter, DeadMessage, DeadPlace, DeadState, Duties, OperatorAct, Status, Store};
 
 /// The most messages that one transaction of an act concerns.
 const BATCH: usize = 100;
@@ -290,7 +290,7 @@ async fn list(store: &dyn Duties, filter: &DeadFilter, output: Output) -> Result
             },
             error,
             message.attempts.to_string(),
-            message.next_try.map_or_else(String::new, |at| at.format("%H:%M:%S").to_string()),
+            message.next_try.map_or_else(String::new, |at| at.format("%Y-%m-%d %H:%M:%SZ").to_string()),
             message.behind.to_string(),
             message.since.format("%Y-%m-%d %H:%M:%S").to_string(),
         ]
@@ -467,6 +467,9 @@ async fn act_on(
         false if became.values().any(Became::is_open) => {
             Err(AppError::not_ready(format!("not every message was handled or sent within {wait:?}")))
         }
+        false if became.values().all(Became::is_well) => {
+            Err(AppError::not_ready("not every message was handled or sent: see above"))
+        }
         false => Err(AppError::not_ready("not every message was handled or sent: mend what the errors name")),
     };
     if output == Output::Json {
@@ -568,7 +571,7 @@ async fn hint_of_consumers(store: &dyn Duties, mut numbers: Vec<String>, wait: D
     numbers.truncate(BATCH);
     let filter = DeadFilter { states: states(None), limit: numbers.len(), numbers, ..DeadFilter::default() };
     let open = store.dead(&filter).await?;
-    let consumers = store.status().await?.consumers;
+    let consumers = store.status_since(&Status::default()).await?.consumers;
     let absent = consumers.iter().filter(|one| is_absent(one) && open.iter().any(|message| place(message) == one.name));
     let absent: Vec<_> = absent.collect();
     for one in &absent {

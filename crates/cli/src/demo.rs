@@ -35,7 +35,8 @@ pub(super) struct DemoArgs {
     /// How many messages are put into the broker again, in percent of all
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(0..=1_000))]
     duplicates: u32,
-    /// Where files go; a directory of its own below the system's temporary one by default
+    /// Where files go, beside those that are there; a directory of its own below the system's
+    /// temporary one by default
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
     /// Leave files, database and topic behind; a demo that fails does so too
@@ -60,9 +61,10 @@ async fn on<S: tables::Tables>(args: &DemoArgs, place: Place, output: Output) ->
         None => (Err(AppError::failed("interrupted: nothing was counted")), args.keep),
         Some(Err(error)) => (Err(error), true),
         Some(Ok(verdict)) => {
-            verdict.print(output)?;
+            // Where it cannot be printed, something still stays, or is removed.
+            let printed = verdict.print(output);
             let agrees = verdict.agrees();
-            let done = if agrees { Ok(()) } else { Err(AppError::failed("the counts do not agree")) };
+            let done = if agrees { printed } else { Err(AppError::failed("the counts do not agree")) };
             (done, args.keep || !agrees)
         }
     };

@@ -50,13 +50,12 @@ pub(super) async fn run(args: &DoctorArgs, common: &CommonArgs, output: Output) 
     if args.fix {
         oncebox::with_store!(&settings, None, |store| mend(store, args).await)?;
     }
-    let (mut findings, held) = match database(&settings, args.older_than).await {
-        Ok(found) => found,
-        Err(error) => {
-            let remedy = "see the message; nothing else of the database was looked at";
-            (vec![Finding::refused("database", error.message, remedy)], Vec::new())
-        }
-    };
+    let mut findings = Vec::new();
+    let held = database(&settings, args.older_than, &mut findings).await.unwrap_or_else(|error| {
+        let remedy = "see the message; the rest of the database was not looked at";
+        findings.push(Finding::refused("database", error.message, remedy));
+        Vec::new()
+    });
     let mut refused = Vec::new();
     match broker(&settings).await {
         Ok(None) => findings.push(Finding::warning(
@@ -103,11 +102,18 @@ fn is_directory(path: &Path) -> bool {
     path.as_os_str().is_empty() || path.is_dir()
 }
 
-/// What is found in the database, and the first message of each topic that cannot be sent to.
-type Looked = (Vec<Finding>, Vec<DeadMessage>);
-
-async fn database(settings: &Settings, older_than: Duration) -> Result<Looked, AppError> {
-    oncebox::with_store!(settings, None, |store| look(store, settings, older_than).await)
+/// Adds what is found in the database, also where an error ends the look. Returns the first message
+/// of each topic that cannot be sent to.
+async fn database(
+    settings: &Settings,
+    older_than: Duration,
+    findings: &mut Vec<Finding>,
+) -> Result<Vec<DeadMessage>, AppError> {
+    oncebox::with_store!(settings, None, |store| {
+        let held = look(&store, settings, older_than, findings).await;
+        oncebox::store::Base::close(&store).await;
+        held
+    })
 }
 
 /// Mends what is broken. Without `--yes` nothing is changed, and an error says what would be done.
@@ -130,7 +136,12 @@ async fn mend<S: OperationStore>(store: S, args: &DoctorArgs) -> Result<(), AppE
     Ok(())
 }
 
-async fn look<S: OperationStore>(store: S, settings: &Settings, older_than: Duration) -> Result<Looked, AppError> {
+async fn look<S: OperationStore>(
+    store: &S,
+    settings: &Settings,
+    older_than: Duration,
+    findings: &mut Vec<Finding>,
+) -> Result<Vec<DeadMessage>, AppError> {
     let name = redact(&settings.database.url.0);
     let schema = store.schema().await.map_err(|error| AppError::from(error).on(&name))?;
     if let Err(error) = schema.require() {
@@ -138,17 +149,17 @@ async fn look<S: OperationStore>(store: S, settings: &Settings, older_than: Dura
             SchemaState::Newer { .. } | SchemaState::Changed { .. } => "use the program that migrated this database",
             _ => "run `oncebox migrate up`",
         };
-        store.close().await;
-        return Ok((vec![Finding::refused("schema", format!("{name}: {error}"), remedy)], Vec::new()));
+        findings.push(Finding::refused("schema", format!("{name}: {error}"), remedy));
+        return Ok(Vec::new());
     }
-    let mut findings = vec![match schema {
+    findings.push(match schema {
         SchemaState::Ahead { found, known } => Finding::warning(
             "schema",
             format!("{name}: migration {found} is applied, this program knows up to {known} and is still served"),
             "roll the newer program out",
         ),
         _ => Finding::ok("schema", format!("{name}: all migrations are applied")),
-    }];
+    });
     findings.extend(store.check().await?);
     findings.extend(versions(&store.clone().into_operator().live_versions().await?));
     let duties = store.clone().into_duties();
@@ -160,11 +171,9 @@ async fn look<S: OperationStore>(store: S, settings: &Settings, older_than: Dura
             findings.push(Finding::warning(place, detail, "see `oncebox dead list`"));
         }
     }
-    findings.extend(super::stuck::look(&*duties, &status, older_than).await?);
-    findings.extend(super::stuck::handlers(&store, settings).await);
-    let held = duties.held_topics(HELD_TOPICS_MAX).await?;
-    store.close().await;
-    Ok((findings, held))
+    super::stuck::look(&*duties, &status, older_than, findings).await?;
+    findings.extend(super::stuck::handlers(store, settings).await);
+    Ok(duties.held_topics(HELD_TOPICS_MAX).await?)
 }
 
 async fn broker_findings(broker: &AnyBroker, settings: &Settings, held: &[DeadMessage]) -> Vec<Finding> {

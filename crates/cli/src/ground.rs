@@ -40,7 +40,7 @@ pub(super) struct OwnDatabase {
 
 impl OwnDatabase {
     /// Makes the directory, and the database as [`Ground::create_database`] does. Refused where the
-    /// outbox of the named database has messages: it is in use, so it was probably named by mistake.
+    /// outbox of the named database has messages: it is in use, and was probably named by mistake.
     pub(super) async fn make<S: Ground>(place: &Place, name: String) -> Result<Self, AppError> {
         // The driver would prefer it to the path, into which the name of the new database goes.
         let url = url::Url::parse(&place.settings.database.url.0);

@@ -430,25 +430,26 @@ async fn to_purge(store: &dyn KeyOperator, hashes: &[String], filter: &Filter, a
     if hashes.is_empty() && filter.is_empty() && !all {
         return Err(AppError::usage("name hashes (`oncebox keys list` shows them), a filter, or --all"));
     }
-    let mut meant = Meant { keys: Vec::new(), remaining: 0, found_by: None };
     if hashes.is_empty() {
         let found_by = filter.to_purge();
-        let (read, unreadable) = split(store.keys(&found_by).await?);
-        if read.len() + unreadable.len() >= found_by.limit as usize {
-            meant.remaining = count(store, filter).await?.0.saturating_sub(read.len());
+        let (keys, unreadable) = split(store.keys(&found_by).await?);
+        let mut remaining = 0;
+        if keys.len() + unreadable.len() >= found_by.limit as usize {
+            remaining = count(store, filter).await?.0.saturating_sub(keys.len());
         } else {
             left_out(unreadable.len());
         }
-        meant = Meant { keys: read, found_by: Some(found_by), ..meant };
+        return Ok(Meant { keys, remaining, found_by: Some(found_by) });
     }
+    let mut keys: Vec<ReadRecord> = Vec::new();
     for named in hashes {
         let key = by_digest(store, digits(named)?, named).await?;
         // Named twice, perhaps by fewer digits, it would be gone when its second turn comes.
-        if meant.keys.iter().all(|other| other.record.identity != key.record.identity) {
-            meant.keys.push(key);
+        if keys.iter().all(|other| other.record.identity != key.record.identity) {
+            keys.push(key);
         }
     }
-    Ok(meant)
+    Ok(Meant { keys, remaining: 0, found_by: None })
 }
 
 /// Purges all keys that match and have their outcome now, page by page.

@@ -36,7 +36,7 @@ async fn on<S: Store>(command: &MigrateCommand, settings: &Settings, output: Out
         let applied = store.migrate().await.map_err(|error| AppError::from(error).on(&name))?;
         match output {
             Output::Json => data!("{}", serde_json::json!({ "applied": applied })),
-            Output::Table if applied.is_empty() => data!("nothing to apply"),
+            Output::Table if applied.is_empty() => data!("no migration to apply"),
             Output::Table => {
                 for version in applied {
                     data!("applied {version}");

@@ -147,11 +147,9 @@ async fn on(store: &dyn KeyOperator, command: &OperationsCommand, output: Output
         OperationsCommand::Resolve { id, word, answer, error_code, take_over, against_evidence, act } => {
             let resolution = word.resolution(answer, error_code.clone())?;
             let seen = one(store, *id).await?;
-            for dry_run in act.runs() {
-                let context = act.context(*dry_run);
-                let done = store.resolve(&seen, &resolution, *take_over, *against_evidence, &context).await;
-                done.map_err(|error| refused(error).on(&id.to_string()))?;
-            }
+            let context = act.context(act.dry_run);
+            let done = store.resolve(&seen, &resolution, *take_over, *against_evidence, &context).await;
+            done.map_err(|error| refused(error).on(&id.to_string()))?;
             told("resolve", &[*id], act, output)
         }
         OperationsCommand::Judge { id, act } => {
@@ -275,7 +273,7 @@ async fn list(store: &dyn KeyOperator, filter: &Filter, output: Output) -> Resul
             say(
                 "ERROR",
                 &format!(
-                    "something happened of operation {id}, and its record is gone or says that it failed: find out what it did. Then `oncebox operations judge {id}`; while the record stands, it says what to do instead"
+                    "evidence says that something of operation {id} happened, and its record is gone or says that it failed: find out what it did, then `oncebox operations judge {id}`; while the record stands, that command refuses and says what to do instead"
                 ),
             );
         }

@@ -40,7 +40,7 @@ impl Place {
         settings.log.format = common.log_format.unwrap_or_default();
         start_logging(settings.log.format, log).map_err(AppError::usage)?;
         settings.database.url = common.database.clone().map_or_else(|| file_url(&absolute, "payments"), Secret);
-        let broker = || format!("embedded://{}", absolute.join("broker.db").display());
+        let broker = || format!("embedded://{}", absolute.join(format!("broker-{tag}.db")).display());
         settings.broker.url = Secret(common.broker.clone().unwrap_or_else(broker));
         settings.broker.kafka.create_topics = true;
         Ok(Self { settings, dir: absolute, dir_is_ours: dir.is_none(), tag })
@@ -95,13 +95,14 @@ pub(super) fn signal(child: &Child, signal: Signal) {
     }
 }
 
-/// Writes the settings, passwords included, to a file: a command line can be read by everybody. A
-/// new file can be read by its owner only. One that is there is overwritten and keeps its mode.
-pub(super) fn write_config(settings: &Settings, dir: &Path) -> Result<PathBuf, AppError> {
+/// Writes the settings, passwords included, to a file that only its owner can read: a command line
+/// can be read by everybody. Its name has the tag of the place, because a directory that the user
+/// named may hold the settings of others. A benchmark writes its file more than once.
+pub(super) fn write_config(settings: &Settings, place: &Place) -> Result<PathBuf, AppError> {
     use std::io::Write;
     use std::os::unix::fs::OpenOptionsExt;
     let text = toml::to_string(settings).map_err(failed)?;
-    let file = dir.join("oncebox.toml");
+    let file = place.dir.join(format!("oncebox-{}.toml", place.tag));
     let mut options = std::fs::File::options();
     options
         .create(true)

@@ -9,7 +9,7 @@ use super::dead::found;
 use oncebox::app::AppError;
 use oncebox::app::config::Settings;
 use oncebox::store::{ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, DeadState, Duties, Finding, Status, Store};
-use oncebox::{SqlHandler, SqlSpec};
+use oncebox::{SqlHandler, SqlSpec, StoreError};
 
 /// How long the database may take to prepare the statements of a handler. On a locked table this
 /// waits, as handlers do.
@@ -57,11 +57,15 @@ pub(super) fn stuck_by(status: &Status, older_than: Duration) -> Vec<Stuck<'_>> 
     stuck
 }
 
-/// Returns what is stuck in the database: the relay, held and waiting messages, consumers without a
+/// Adds what is stuck in the database: the relay, held and waiting messages, consumers without a
 /// process, waits for locks.
-pub(super) async fn look(store: &dyn Duties, status: &Status, older_than: Duration) -> Result<Vec<Finding>, AppError> {
+pub(super) async fn look(
+    store: &dyn Duties,
+    status: &Status,
+    older_than: Duration,
+    findings: &mut Vec<Finding>,
+) -> Result<(), AppError> {
     let stuck = stuck_by(status, older_than);
-    let mut findings = Vec::new();
     if !matches!(stuck.first(), Some(Stuck::Outbox { .. })) {
         let pending = messages(status.pending);
         findings.push(Finding::ok("outbox: publisher", format!("owned by {}; {pending} pending", owners(status))));
@@ -82,7 +86,7 @@ pub(super) async fn look(store: &dyn Duties, status: &Status, older_than: Durati
             "end the transaction that holds the lock",
         ));
     }
-    Ok(findings)
+    Ok(())
 }
 
 fn owners(status: &Status) -> String {
@@ -120,7 +124,7 @@ fn relay(status: &Status, is_old: bool, without_owner: &str) -> Finding {
 async fn held(store: &dyn Duties, status: &Status) -> Result<Option<Finding>, AppError> {
     let Some(first) = first(store, "outbox", vec![DeadState::Held]).await? else { return Ok(None) };
     let cause = Cause::of(store, &first).await?;
-    let oldest = oldest(&first, status.oldest_held_age_seconds);
+    let oldest = oldest(&first, status.oldest_held_age_seconds, true);
     let detail = format!("{} held, {oldest}{}", messages(status.held), cause.detail);
     Ok(Some(Finding::stuck("outbox: held", detail, cause.remedy)))
 }
@@ -131,7 +135,12 @@ async fn waiting(store: &dyn Duties, consumer: &ConsumerStatus) -> Result<Option
     let Some(first) = first else { return Ok(None) };
     let (waiting, held) = (messages(consumer.waiting), consumer.held);
     let cause = Cause::of(store, &first).await?;
-    let oldest = oldest(&first, consumer.oldest_waiting_age_seconds);
+    // Held messages are found in order. Of those that wait, the one that is due first is found.
+    let is_oldest = match first.state {
+        DeadState::Held => consumer.waiting == 0,
+        _ => consumer.waiting + held == 1,
+    };
+    let oldest = oldest(&first, consumer.oldest_waiting_age_seconds, is_oldest);
     let detail = format!("{waiting} waiting and {held} held, {oldest}{}", cause.detail);
     let remedy = match is_absent(consumer) {
         true => format!("start a process of the consumer; {}", cause.remedy),
@@ -151,7 +160,7 @@ fn absent(consumer: &ConsumerStatus) -> Finding {
     }
 }
 
-/// The oldest message of a place in these states.
+/// The first message of a place in these states: of those that wait, the one that is due first.
 async fn first(store: &dyn Duties, place: &str, states: Vec<DeadState>) -> Result<Option<DeadMessage>, AppError> {
     let filter = DeadFilter { states, consumer: Some(place.to_owned()), limit: 1, ..DeadFilter::default() };
     Ok(store.dead(&filter).await?.into_iter().next())
@@ -181,7 +190,8 @@ impl Cause {
     }
 }
 
-fn oldest(message: &DeadMessage, seconds: f64) -> String {
+/// Says how old the oldest message is, and names this one: the oldest, or another one.
+fn oldest(message: &DeadMessage, seconds: f64, is_oldest: bool) -> String {
     let DeadMessage { number, topic, reason, error, attempts, next_try, .. } = message;
     let error = error.as_deref().filter(|error| error != reason).map(|error| format!(": {error}")).unwrap_or_default();
     let tries = match attempts {
@@ -189,8 +199,13 @@ fn oldest(message: &DeadMessage, seconds: f64) -> String {
         1 => " after 1 try".to_owned(),
         more => format!(" after {more} tries"),
     };
-    let next = next_try.map(|at| format!("; next try {}", at.format("%H:%M:%S"))).unwrap_or_default();
-    format!("the oldest, {number} of topic {topic}, for {seconds:.0} s{tries}: {reason}{error}{next}")
+    let next = next_try.map(|at| format!("; next try {}", at.format("%Y-%m-%d %H:%M:%SZ"))).unwrap_or_default();
+    let which = match (is_oldest, message.state) {
+        (true, _) => format!("the oldest, {number} of topic {topic}, for {seconds:.0} s"),
+        (false, DeadState::Held) => format!("the oldest for {seconds:.0} s; held first: {number} of topic {topic}"),
+        (false, _) => format!("the oldest for {seconds:.0} s; due first: {number} of topic {topic}"),
+    };
+    format!("{which}{tries}: {reason}{error}{next}")
 }
 
 fn messages(count: u64) -> String {
@@ -207,7 +222,10 @@ pub(super) async fn handlers<S: Store>(store: &S, settings: &Settings) -> Vec<Fi
             let prepared = tokio::time::timeout(PREPARE_MAX, SqlHandler::prepare(store, SqlSpec::from(on))).await;
             findings.push(match prepared {
                 Ok(Ok(_)) => Finding::ok(name, "the database takes its statements"),
-                Ok(Err(error)) => Finding::stuck(name, error.to_string(), "mend the table, or the statement"),
+                Ok(Err(error @ StoreError::Refused(_))) => {
+                    Finding::stuck(name, error.to_string(), "mend the table, or the statement")
+                }
+                Ok(Err(error)) => Finding::stuck(name, error.to_string(), "try again; see the error"),
                 Err(_) => Finding::stuck(
                     name,
                     format!(

@@ -18,6 +18,7 @@ use super::config::Known;
 use super::error::{streaming, within};
 use super::socket::Link;
 use super::wire;
+use crate::broker::Subscription;
 use crate::error::BrokerError;
 use crate::message::Arrived;
 
@@ -59,6 +60,13 @@ impl Taps {
         link.close().await;
         taps.insert(topic.to_owned(), Tap { queue, collected: Vec::new() });
         Ok(())
+    }
+
+    /// Forgets the taps of these topics, and returns their queues.
+    pub(super) async fn forget(&self, subscriptions: &[Subscription]) -> Vec<String> {
+        let mut taps = self.0.lock().await;
+        let topics = subscriptions.iter().flat_map(|subscription| &subscription.topics);
+        topics.filter_map(|topic| taps.remove(topic)).map(|tap| tap.queue).collect()
     }
 
     /// Returns everything that the tap got since it was opened.

@@ -86,18 +86,18 @@ impl<S: Yard> Bed<S> {
     /// published.
     pub(super) async fn topic(&mut self, name: &str, consumers: &[&str]) -> Result<(String, Vec<String>), AppError> {
         let topic = format!("bench-{}-{name}-{}", self.place.tag, self.made.len());
+        let names: Vec<String> = consumers.iter().map(|consumer| format!("{topic}-{consumer}")).collect();
+        let nobody = [format!("{topic}-nobody")];
+        let readers = if names.is_empty() { &nobody[..] } else { &names };
+        let readers = readers.iter().map(|reader| Subscription::new(reader.clone(), vec![topic.clone()]));
+        // Stored before anything is made, so that nothing stays if the benchmark is stopped here.
+        let first = self.made.len();
+        self.made.extend(readers);
         self.broker.declare(std::slice::from_ref(&topic)).await?;
-        let mut names = Vec::new();
-        for consumer in consumers {
-            let subscription = Subscription::new(format!("{topic}-{consumer}"), vec![topic.clone()]);
-            if !self.broker.is_log() {
-                self.broker.subscriber(&subscription).await?.close().await;
+        if !self.broker.is_log() && !names.is_empty() {
+            for subscription in &self.made[first..] {
+                self.broker.subscriber(subscription).await?.close().await;
             }
-            names.push(subscription.consumer.clone());
-            self.made.push(subscription);
-        }
-        if self.made.iter().all(|made| !made.topics.contains(&topic)) {
-            self.made.push(Subscription::new(format!("{topic}-nobody"), vec![topic.clone()]));
         }
         Ok((topic, names))
     }
@@ -121,21 +121,19 @@ impl<S: Yard> Bed<S> {
     }
 
     pub(super) fn config_file(&self) -> Result<PathBuf, AppError> {
-        write_config(&self.settings, &self.place.dir)
+        write_config(&self.settings, &self.place)
     }
 
-    /// Removes what can be removed. Returns the first error of what cannot.
-    pub(super) async fn clear(self) -> Result<(), AppError> {
-        let topics = self.broker.remove(&self.made).await;
+    /// Removes what can be removed. Returns an error for each thing that cannot.
+    pub(super) async fn clear(self) -> Vec<AppError> {
+        let topics = self.broker.remove(&self.made).await.map_err(AppError::from);
         self.store.close().await;
-        let second = match &self.second {
-            Some(second) => second.drop_it::<S>().await,
-            None => Ok(()),
-        };
-        let database = self.own.drop_it::<S>().await.and(second);
-        let files = self.place.remove();
-        topics?;
-        database.and(files)
+        let mut removed = vec![topics];
+        for database in self.second.iter().chain([&self.own]) {
+            removed.push(database.drop_it::<S>().await);
+        }
+        removed.push(self.place.remove());
+        removed.into_iter().filter_map(Result::err).collect()
     }
 }
 

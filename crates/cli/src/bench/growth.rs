@@ -16,10 +16,10 @@ use super::consume::{Side, sql};
 use super::figure::Figure;
 use super::keys::FILL;
 use super::relay::{fill, rate};
+use super::started::Started;
 use super::watched::Watched;
 use super::work::Maker;
 use super::yard::Yard;
-use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::adapter::keep_gauges;
 use oncebox::app::AppError;
@@ -108,21 +108,17 @@ impl<'a, S: Yard> Outbox<'a, S> {
         let watched = Watched::new(Arc::clone(&bed.broker));
         let options = RelayOptions { held_rows_max: HELD_MAX, ..RelayOptions::new("growth") };
         let relay = Relay::new(self.store.clone(), Arc::new(watched.clone()), options, Health::default());
-        let stop = CancellationToken::new();
         let mut gauges = JoinSet::new();
         gauges.spawn(keep_gauges(self.store.clone().into_duties()));
-        let stopped = stop.clone();
-        let mut relay = tokio::spawn(async move { relay.run(stopped).await });
+        let mut relay = Started::begin(move |stop| async move { relay.run(stop).await });
         let measured = tokio::select! {
             measured = proven(&watched, count) => measured,
-            ended = &mut relay => {
-                stop.cancel();
-                ended.map_err(failed)??;
+            ended = relay.ended() => {
+                ended?;
                 return Err(AppError::failed("the relay ended before its rows were sent"));
             }
         };
-        stop.cancel();
-        relay.await.map_err(failed)??;
+        relay.stop().await?;
         self.pending = self.pending.saturating_sub(watched.look(|notes| notes.proven));
         measured
     }
@@ -142,7 +138,9 @@ async fn proven(watched: &Watched, count: usize) -> Result<f64, AppError> {
         if proven > before {
             (moved_at, before) = (Instant::now(), proven);
         } else if moved_at.elapsed() > PATIENCE {
-            return Err(AppError::failed(format!("the relay sent {proven} messages, and for two minutes none")));
+            return Err(AppError::failed(format!(
+                "{proven} messages of the relay were proven, and none for two minutes"
+            )));
         }
         tokio::time::sleep(Duration::from_millis(2)).await;
     }
@@ -161,7 +159,7 @@ async fn pending<S: Yard>(bed: &mut Bed<S>, many: &S, load: Load, most: usize) -
             let usual = few.relay(bed, &maker, USUAL.max(count), count).await?;
             pairs.push((many.relay(bed, &maker, size, count).await?, usual));
         }
-        let against = "the same number of rows, of 100,000 pending ones";
+        let against = "the same number of rows, with 100,000 pending, or --messages where that is more";
         figures.push(Figure::beside(name, "rows/s", against, &pairs).wanted(">= 0.85"));
     }
     Ok(figures)

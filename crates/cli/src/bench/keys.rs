@@ -3,8 +3,6 @@
 //! Two databases take turns: one has a fifth of the keys of the other, which also has what the
 //! measurements before left in it.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use uuid::Uuid;
@@ -14,6 +12,7 @@ use super::bed::Bed;
 use super::crowd::crowd;
 use super::figure::Figure;
 use super::pay::CLIENTS;
+use super::started::Started;
 use super::yard::Yard;
 use crate::common::failed;
 use crate::progress::Rounds;
@@ -96,19 +95,17 @@ async fn claims<S: Yard>(store: &S, count: usize) -> Result<f64, AppError> {
 
 /// Claims of new keys per second while old keys are purged, batch after batch.
 async fn beside_purge<S: Yard>(store: &S, count: usize) -> Result<f64, AppError> {
-    let (ended, purged) = (Arc::new(AtomicBool::new(false)), store.clone());
+    let purged = store.clone();
     let operation: OperationName = OLD.parse().map_err(failed)?;
-    let stop = Arc::clone(&ended);
-    let purge = tokio::spawn(async move {
+    let purge = Started::begin(move |stop| async move {
         let mut taken = 0;
-        while !stop.load(Ordering::Relaxed) {
+        while !stop.is_cancelled() {
             taken += purged.purge_keys(&operation, &Retention::default(), Duration::from_secs(60), PURGE).await?;
         }
         Ok::<u64, oncebox::StoreError>(taken)
     });
     let claimed = claims(store, count).await;
-    ended.store(true, Ordering::Relaxed);
-    if purge.await.map_err(failed)?? == 0 {
+    if purge.stop().await? == 0 {
         return Err(AppError::failed("there was nothing to purge beside the claims: `--stored` is too small"));
     }
     claimed

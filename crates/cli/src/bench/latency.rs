@@ -10,17 +10,17 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
-use tokio_util::sync::CancellationToken;
+use tokio::task::JoinSet;
 use uuid::Uuid;
 
 use super::Load;
 use super::bed::Bed;
 use super::consume::Effect;
 use super::figure::Figure;
+use super::started::Started;
 use super::watched::Watched;
 use super::work::{KIND, Maker};
 use super::yard::{ACCOUNTS, Yard};
-use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::app::AppError;
 use oncebox::observe::Health;
@@ -56,7 +56,8 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
         if announces {
             let (committed, store) = (Arc::new(Notify::new()), bed.store.clone());
             let heard = Arc::clone(&committed);
-            let announcer = tokio::spawn(async move {
+            let mut announcer = JoinSet::new();
+            announcer.spawn(async move {
                 loop {
                     heard.notified().await;
                     if let Err(error) = store.announce_commits().await {
@@ -66,7 +67,6 @@ pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec
                 }
             });
             announced.push(round(bed, load, Told::Elsewhere(&committed)).await?);
-            announcer.abort();
         }
         polled.push(round(bed, load, Told::Nobody).await?);
     }
@@ -102,7 +102,6 @@ async fn round<S: Yard>(bed: &mut Bed<S>, load: Load, told: Told<'_>) -> Result<
         publishes.push(began.elapsed());
     }
     let watched = Watched::each(Arc::clone(&bed.broker));
-    let stop = CancellationToken::new();
     let relay = Relay::new(
         bed.store.clone(),
         Arc::new(watched.clone()),
@@ -112,9 +111,8 @@ async fn round<S: Yard>(bed: &mut Bed<S>, load: Load, told: Told<'_>) -> Result<
     let options = ConsumerOptions::new(names[0].clone(), vec![topic.clone()]);
     let handlers = Handlers::new().on(KIND, Effect);
     let consumer = Consumer::new(bed.store.clone(), Arc::new(watched.clone()), handlers, options, Health::default());
-    let (relay_stop, consumer_stop) = (stop.clone(), stop.clone());
-    let relay = tokio::spawn(async move { relay.run(relay_stop).await });
-    let consumer = tokio::spawn(async move { consumer.run(consumer_stop).await });
+    let relay = Started::begin(move |stop| async move { relay.run(stop).await });
+    let consumer = Started::begin(move |stop| async move { consumer.run(stop).await });
 
     let written = async {
         write(&bed.store, &maker, WARM, told).await?;
@@ -124,9 +122,8 @@ async fn round<S: Yard>(bed: &mut Bed<S>, load: Load, told: Told<'_>) -> Result<
         Ok::<_, AppError>(committed)
     }
     .await;
-    stop.cancel();
-    relay.await.map_err(failed)??;
-    consumer.await.map_err(failed)??;
+    let (relayed, consumed) = tokio::join!(relay.stop(), consumer.stop());
+    (relayed?, consumed?);
     let committed = written?;
     Ok(watched.look(|notes| {
         let proof = committed.iter().filter_map(|(id, at)| Some(*notes.proven_at.get(id)? - *at)).collect();

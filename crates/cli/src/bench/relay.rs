@@ -7,15 +7,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio_util::sync::CancellationToken;
-
 use super::Load;
 use super::bed::{Bed, LINGER};
 use super::figure::Figure;
+use super::started::Started;
 use super::watched::Watched;
 use super::work::Maker;
 use super::yard::Yard;
-use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::app::AppError;
 use oncebox::observe::Health;
@@ -110,8 +108,7 @@ async fn round<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Round, AppError>
     let options = RelayOptions { until_empty: true, ..RelayOptions::new("bench") };
     let relay = Relay::new(store.clone(), Arc::new(watched.clone()), options, Health::default());
     // In a task of its own, as in the programs: the main thread hands every wake-up on.
-    let relay = tokio::spawn(async move { relay.run(CancellationToken::new()).await });
-    relay.await.map_err(failed)??;
+    Started::begin(move |stop| async move { relay.run(stop).await }).ended().await?;
     store.close().await;
     let per_row = |after: Option<f64>, before: Option<f64>| Some((after? - before?) / load.messages as f64);
     let log = per_row(bed.store.log_written().await?, log);

@@ -52,19 +52,19 @@ impl Drop for Service {
 
 pub(super) async fn measure<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, load: Load) -> Result<Vec<Figure>, AppError> {
     let service = Arc::new(Service::start(bed.store.clone(), maker).await?);
-    for path in ["bare", "hand", "door", "layer"] {
+    for path in ["bare", "hand", "typed", "layer"] {
         service.ask(path, load.messages / 10).await?;
     }
-    let (mut hand, mut door, mut layer) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut hand, mut typed, mut layer) = (Vec::new(), Vec::new(), Vec::new());
     for _ in Rounds::start("http through HTTP", load.rounds) {
         let without = milliseconds(service.ask("bare", load.messages).await?);
         hand.push((milliseconds(service.ask("hand", load.messages).await?), without));
-        door.push((milliseconds(service.ask("door", load.messages).await?), without));
+        typed.push((milliseconds(service.ask("typed", load.messages).await?), without));
         layer.push((milliseconds(service.ask("layer", load.messages).await?), without));
     }
     Ok(vec![
         Figure::beside("http.by_hand", "ms", "the same handler without a key, through HTTP", &hand),
-        Figure::beside("http.handler", "ms", "the same handler without the engine, through HTTP", &door)
+        Figure::beside("http.handler", "ms", "the same handler without the engine, through HTTP", &typed)
             .wanted("<= 1.25"),
         Figure::beside("http.layer", "ms", "the same handler without the layer, through HTTP", &layer).wanted("<= 1.6"),
     ])
@@ -73,11 +73,11 @@ pub(super) async fn measure<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, load: Loa
 impl Service {
     async fn start<S: Yard>(store: S, maker: &Arc<Maker>) -> Result<Self, AppError> {
         let engine = Engine::new(store.clone(), EngineOptions::default());
-        let door = TypedOperation::<S, Pay>::new(&engine, Endpoint::typed::<Pay>(Route::new(Mode::Transactional)));
+        let typed = TypedOperation::<S, Pay>::new(&engine, Endpoint::typed::<Pay>(Route::new(Mode::Transactional)));
         let layer = IdempotencyLayer::new(&engine, Endpoint::raw("bench_layer", Route::new(Mode::Edge)));
         let shop = Arc::new(Shop { store, maker: Arc::clone(maker) });
         let routes = Router::new()
-            .route("/door", post(through(door.map_err(failed)?, Arc::clone(maker))))
+            .route("/typed", post(through(typed.map_err(failed)?, Arc::clone(maker))))
             .route("/layer", post(by_hand::<S>).layer(layer.map_err(failed)?))
             .route("/bare", post(by_hand::<S>))
             .route("/hand", post(keyed_by_hand::<S>))
@@ -172,25 +172,26 @@ impl<S: Yard> Shop<S> {
 
 /// Makes a handler that runs the payment as a transactional operation.
 fn through<S: Yard>(
-    door: TypedOperation<S, Pay>,
+    typed: TypedOperation<S, Pay>,
     maker: Arc<Maker>,
 ) -> impl Fn(Request) -> futures_util::future::BoxFuture<'static, Response> + Clone + Send + Sync + 'static {
     move |request| {
-        let (door, maker) = (door.clone(), Arc::clone(&maker));
+        let (typed, maker) = (typed.clone(), Arc::clone(&maker));
         Box::pin(async move {
-            door.serve(request, move |asked, mut tx| {
-                let maker = Arc::clone(&maker);
-                Box::pin(async move {
-                    let (id, pay) = (tx.operation_id(), &asked.command);
-                    S::pay(tx.connection(), id, pay.account, pay.amount).await?;
-                    tx.enqueue_last(maker.message())?;
-                    let paid = serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount });
-                    Reply::json(201, &paid)
-                        .map(Outcome::Completed)
-                        .map_err(|error| HandlerError::terminal(error.to_string()))
+            typed
+                .serve(request, move |asked, mut tx| {
+                    let maker = Arc::clone(&maker);
+                    Box::pin(async move {
+                        let (id, pay) = (tx.operation_id(), &asked.command);
+                        S::pay(tx.connection(), id, pay.account, pay.amount).await?;
+                        tx.enqueue_last(maker.message())?;
+                        let paid = serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount });
+                        Reply::json(201, &paid)
+                            .map(Outcome::Completed)
+                            .map_err(|error| HandlerError::terminal(error.to_string()))
+                    })
                 })
-            })
-            .await
+                .await
         })
     }
 }

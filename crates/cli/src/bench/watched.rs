@@ -17,7 +17,7 @@ use crate::common::AnyBroker;
 use oncebox::adapter::Position;
 use oncebox::broker::{Begun, Broker, Event, PartitionId, Publisher, Settled, Subscriber, Subscription, TopicState};
 use oncebox::error::BrokerError;
-use oncebox::message::{Arrived, OutgoingMessage};
+use oncebox::message::OutgoingMessage;
 use oncebox::observe::Finding;
 
 /// A moment: the time, and the CPU time of this process until then.
@@ -116,18 +116,6 @@ impl Broker for Watched {
 
     async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
         self.broker.check(subscriptions).await
-    }
-
-    async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {
-        self.broker.read_all(topic).await
-    }
-
-    async fn tap(&self, topic: &str) -> Result<(), BrokerError> {
-        self.broker.tap(topic).await
-    }
-
-    async fn remove(&self, subscriptions: &[Subscription]) -> Result<(), BrokerError> {
-        self.broker.remove(subscriptions).await
     }
 }
 

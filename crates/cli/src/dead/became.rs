@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 
-use super::{State, found};
+use super::{BATCH, State, states};
 use oncebox::app::AppError;
-use oncebox::store::{DeadMessage, DeadPlace, DeadState, Duties};
+use oncebox::store::{DeadFilter, DeadMessage, DeadPlace, DeadState, Duties};
 
 /// What became of a message that was redriven.
 pub(super) enum Became {
@@ -43,8 +43,8 @@ impl std::fmt::Display for Became {
 }
 
 /// Waits until each message is gone, or failed and has no next try, at most for `wait` and one last
-/// look at each. A failed try alone ends nothing: the first ones follow each other quickly.
-/// `last_tries` has the last try of each before the redrive.
+/// look at each. It looks at a hundred messages at once. A failed try alone ends nothing: the first
+/// ones follow each other quickly. `last_tries` has the last try of each before the redrive.
 pub(super) async fn what_became(
     store: &dyn Duties,
     mut last_tries: HashMap<String, Option<DateTime<Utc>>>,
@@ -56,33 +56,41 @@ pub(super) async fn what_became(
     let until = tokio::time::Instant::now() + wait;
     let mut became = BTreeMap::new();
     loop {
-        let is_over = tokio::time::Instant::now() >= until;
-        for number in last_tries.keys().cloned().collect::<Vec<_>>() {
+        for some in last_tries.keys().cloned().collect::<Vec<_>>().chunks(BATCH) {
+            let is_over = tokio::time::Instant::now() >= until;
+            let mut messages = all_found(store, some.to_vec()).await?;
             // The list is read state by state: a message that dies between two of these reads is in
             // neither. So a message is gone only if a second look misses it too.
-            let message = match found(store, &number).await? {
-                None => found(store, &number).await?,
-                message => message,
-            };
-            let now = match message {
-                None if number.starts_with('o') => Became::Sent,
-                None => Became::Handled,
-                Some(message) => {
-                    let before = last_tries.get(&number).copied().flatten();
-                    failed_since(&message, before).map_or(Became::Open, |error| Became::Failed(message.state, error))
-                }
-            };
-            if now.is_open() && !is_over {
-                continue;
+            let missed: Vec<_> = some.iter().filter(|number| !messages.contains_key(*number)).cloned().collect();
+            if !missed.is_empty() {
+                messages.extend(all_found(store, missed).await?);
             }
-            last_tries.remove(&number);
-            became.insert(number, now);
+            for number in some {
+                let now = match messages.get(number) {
+                    None if number.starts_with('o') => Became::Sent,
+                    None => Became::Handled,
+                    Some(message) => {
+                        let before = last_tries.get(number).copied().flatten();
+                        failed_since(message, before).map_or(Became::Open, |error| Became::Failed(message.state, error))
+                    }
+                };
+                if is_over || !now.is_open() {
+                    last_tries.remove(number);
+                    became.insert(number.clone(), now);
+                }
+            }
         }
         if last_tries.is_empty() {
             return Ok(became);
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
+}
+
+/// The messages with these numbers, in any state.
+async fn all_found(store: &dyn Duties, numbers: Vec<String>) -> Result<HashMap<String, DeadMessage>, AppError> {
+    let filter = DeadFilter { states: states(None), limit: numbers.len(), numbers, ..DeadFilter::default() };
+    Ok(store.dead(&filter).await?.into_iter().map(|message| (message.number.clone(), message)).collect())
 }
 
 /// The error of a try that failed after this last one; `None` where there was no such try. SQLite

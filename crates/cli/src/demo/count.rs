@@ -7,7 +7,7 @@ use serde::Serialize;
 use super::roles::Payment;
 use super::stage::Stage;
 use super::tables::Tables;
-use crate::common::{AnyBroker, Output, failed, tabled};
+use crate::common::{Output, failed, tabled};
 use oncebox::app::AppError;
 
 /// What was counted after the demo, and whether the promise was kept.
@@ -21,6 +21,7 @@ pub(super) struct Verdict {
     ledger_minor: i64,
     /// Twice the broker's records, for two consumers. What it delivers again is not counted.
     deliveries: u64,
+    /// Deliveries that had no effect, with the repeated ones that came too late to be delivered.
     duplicates_suppressed: u64,
     kills: u32,
     lost: u64,
@@ -92,13 +93,7 @@ fn money(minor: i64) -> String {
 }
 
 /// Counts everything, after all processes have stopped.
-pub(super) async fn count<S: Tables>(
-    store: &S,
-    broker: &AnyBroker,
-    stage: &Stage,
-    kills: u32,
-    seconds: f64,
-) -> Result<Verdict, AppError> {
+pub(super) async fn count<S: Tables>(store: &S, stage: &Stage, kills: u32, seconds: f64) -> Result<Verdict, AppError> {
     let payments = payments(store, stage).await?;
     let ledger = store
         .rows(&format!(
@@ -107,7 +102,7 @@ pub(super) async fn count<S: Tables>(
         ))
         .await?;
     let emails = store.email_keys(&stage.names.receipt("")).await?;
-    let log = broker.read_all(&stage.names.topic()).await?;
+    let log = stage.broker.read_all(&stage.names.topic()).await?;
 
     let mut entries: HashMap<&str, u64> = HashMap::new();
     for (payment, ..) in &ledger {

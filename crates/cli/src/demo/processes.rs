@@ -20,9 +20,9 @@ pub(super) struct Process {
 }
 
 impl Process {
-    /// Starts `oncebox run …` with the stage's configuration.
+    /// Starts `oncebox` with these arguments and the stage's configuration.
     pub(super) fn start(stage: &Stage, name: &'static str, args: &[&str]) -> Result<Self, AppError> {
-        let mut all = vec!["--config".to_owned(), stage.config_file.display().to_string(), "run".to_owned()];
+        let mut all = vec!["--config".to_owned(), stage.config_file.display().to_string()];
         all.extend(args.iter().map(|arg| (*arg).to_owned()));
         let log = stage.place.dir.join("logs").join(format!("{name}.log"));
         let child = spawn(&all, &log)?;

@@ -11,10 +11,10 @@ use super::count::{Verdict, count, payments};
 use super::processes::Process;
 use super::stage::Stage;
 use super::tables::Tables;
-use crate::common::{AnyBroker, failed};
+use crate::common::failed;
 use crate::sending::{outgoing, send_all};
 use oncebox::StoreError;
-use oncebox::app::{AppError, open_broker, open_store_with};
+use oncebox::app::{AppError, open_store_with};
 
 /// The show is given up when nothing has moved for this long. A kill costs a takeover, and a loaded
 /// machine is slow.
@@ -24,7 +24,6 @@ struct Show<'a, S: Tables> {
     args: &'a DemoArgs,
     stage: &'a Stage,
     store: S,
-    broker: AnyBroker,
     till: Process,
     cast: Vec<Process>,
     bar: ProgressBar,
@@ -36,7 +35,7 @@ pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Ve
     let store: S = open_store_with(&stage.settings, |options| options.create = true, None).await?;
     store.migrate().await?;
     make_tables(&store, stage).await?;
-    let broker = open_broker(&stage.settings, None).await?;
+    let broker = &stage.broker;
     let topic = stage.names.topic();
     broker.declare(std::slice::from_ref(&topic)).await?;
     if !broker.is_log() {
@@ -52,20 +51,20 @@ pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Ve
     let tag = stage.names.tag.as_str();
     let messages = args.messages.to_string();
     let cast = vec![
-        Process::start(stage, "ledger", &["demo", "--tag", tag, "ledger"])?,
-        Process::start(stage, "receipts", &["demo", "--tag", tag, "receipts"])?,
-        Process::start(stage, "publisher", &["publisher"])?,
+        Process::start(stage, "ledger", &["run", "demo", "--tag", tag, "ledger"])?,
+        Process::start(stage, "receipts", &["run", "demo", "--tag", tag, "receipts"])?,
+        Process::start(stage, "publisher", &["run", "publisher"])?,
         Process::start(stage, "sender", &["sender"])?,
     ];
-    let till = Process::start(stage, "till", &["demo", "--tag", tag, "till", "--messages", &messages])?;
-    let mut show = Show { args, stage, store, broker, till, cast, bar: bar(args), killed: 0, repeated: 0 };
+    let till = Process::start(stage, "till", &["run", "demo", "--tag", tag, "till", "--messages", &messages])?;
+    let mut show = Show { args, stage, store, till, cast, bar: bar(args), killed: 0, repeated: 0 };
     show.play().await?;
-    let Show { store, broker, cast, killed, bar, .. } = show;
+    let Show { store, cast, killed, bar, .. } = show;
     for process in cast {
         process.stop().await;
     }
     bar.finish_and_clear();
-    let verdict = count(&store, &broker, stage, killed, began.elapsed().as_secs_f64()).await?;
+    let verdict = count(&store, stage, killed, began.elapsed().as_secs_f64()).await?;
     store.close().await;
     Ok(verdict)
 }
@@ -97,7 +96,7 @@ fn bar(args: &DemoArgs) -> ProgressBar {
 impl<S: Tables> Show<'_, S> {
     /// Goes on until every payment has its ledger entry and its e-mail file.
     async fn play(&mut self) -> Result<(), AppError> {
-        let (mut last, mut moved_at) = ((0, 0, 0), Instant::now());
+        let (mut last, mut moved_at) = (None, Instant::now());
         let mut till_done = false;
         loop {
             for process in &mut self.cast {
@@ -110,15 +109,15 @@ impl<S: Tables> Show<'_, S> {
             let entries = self.entries().await?;
             let emails = self.store.email_keys(&self.stage.names.receipt("")).await?.len();
             let unsent = self.store.emails_pending().await?;
-            self.bar.set_position(u64::try_from(entries).unwrap_or(0));
+            self.bar.set_position(entries);
             self.bar.set_message(format!("{emails} e-mails, {} kills, {} repeated", self.killed, self.repeated));
-            let done = u64::try_from(entries).unwrap_or(0);
-            self.repeat_some(done).await?;
-            self.kill_one(done).await?;
-            if till_done && self.is_settled(done, emails as u64, unsent).await? {
+            self.repeat_some(entries).await?;
+            self.kill_one(entries).await?;
+            if till_done && self.is_settled(entries, emails as u64, unsent).await? {
                 return Ok(());
             }
-            let now = (entries, emails, unsent);
+            // The files too: of the rows without one no more than 10,000 are counted.
+            let now = Some((entries, emails, unsent, self.files(), self.killed, self.repeated));
             if now != last {
                 (last, moved_at) = (now, Instant::now());
             }
@@ -148,8 +147,14 @@ impl<S: Tables> Show<'_, S> {
         Ok(before == self.entries().await?)
     }
 
-    async fn entries(&self) -> Result<i64, StoreError> {
-        self.store.number(&format!("select count(*) from {}", self.stage.names.ledger())).await
+    async fn entries(&self) -> Result<u64, StoreError> {
+        let entries = self.store.number(&format!("select count(*) from {}", self.stage.names.ledger())).await?;
+        Ok(entries.unsigned_abs())
+    }
+
+    /// How many files the directory of the e-mails has. It may not be there yet.
+    fn files(&self) -> usize {
+        std::fs::read_dir(&self.stage.settings.email.directory).map_or(0, Iterator::count)
     }
 
     fn to_repeat(&self, entries: u64) -> u64 {
@@ -179,7 +184,7 @@ impl<S: Tables> Show<'_, S> {
             let id: Uuid = row.message_id.parse().map_err(failed)?;
             messages.push(outgoing(id, row.payment.message(&self.stage.names, id)?));
         }
-        send_all(&self.broker, &messages).await?;
+        send_all(&self.stage.broker, &messages).await?;
         self.repeated += due;
         Ok(())
     }

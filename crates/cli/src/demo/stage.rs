@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::common::AnyBroker;
 use crate::ground::{Ground, OwnDatabase};
 use crate::place::{Place, private_directory, write_config};
 use oncebox::app::config::Settings;
@@ -16,6 +17,8 @@ use oncebox::error::redact;
 pub(super) struct Stage {
     pub(super) place: Place,
     database: OwnDatabase,
+    /// Also removes what it made: on RabbitMQ it knows the queue of its tap.
+    pub(super) broker: AnyBroker,
     pub(super) config_file: PathBuf,
     pub(super) settings: Settings,
     pub(super) names: Names,
@@ -68,11 +71,14 @@ impl Stage {
         settings.broker.kafka.session_timeout = Duration::from_secs(6);
         settings.email.directory = place.dir.join("emails");
         settings.shutdown_grace = Duration::from_secs(5);
-        let files = private_directory(&place.dir.join("logs")).and_then(|()| write_config(&settings, &place.dir));
-        match files {
-            Ok(config_file) => {
+        let made = async {
+            private_directory(&place.dir.join("logs"))?;
+            Ok((write_config(&settings, &place)?, open_broker(&settings, None).await?))
+        };
+        match made.await {
+            Ok((config_file, broker)) => {
                 let names = Names { tag: place.tag.clone() };
-                Ok(Self { place, database, config_file, settings, names })
+                Ok(Self { place, database, broker, config_file, settings, names })
             }
             Err(error) => {
                 if let Err(left) = database.drop_it::<S>().await.and(place.remove()) {
@@ -85,16 +91,12 @@ impl Stage {
 
     /// Removes topic, groups or queues, database and files, and reports what cannot be removed.
     pub(super) async fn clear<S: Ground>(&self) {
-        let removed = async {
-            let broker = open_broker(&self.settings, None).await?;
-            Ok::<_, AppError>(broker.remove(&self.names.subscriptions()).await?)
-        };
-        if let Err(error) = removed.await {
+        if let Err(error) = self.broker.remove(&self.names.subscriptions()).await {
             let topic = self.names.topic();
-            say("INFO", &format!("the topic {topic} and what reads it could not be removed: {}", error.message));
+            say("INFO", &format!("the topic {topic} and what reads it could not be removed: {error}"));
         }
         if let Err(error) = self.database.drop_it::<S>().await {
-            say("INFO", &format!("the database {} could not be dropped: {error}", self.database.name));
+            say("INFO", &format!("the database could not be dropped: {}", error.message));
         }
         if let Err(error) = self.place.remove() {
             say("INFO", &error.message);

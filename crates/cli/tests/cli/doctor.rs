@@ -57,6 +57,20 @@ fn what_breaks_a_promise_is_3_with_the_remedy() {
     place.publisher(&["--until-empty"]).run().fails(3, &["limits", place.database()]);
 }
 
+/// Shown by giving up all findings with the one that could not be asked for.
+#[test]
+fn what_was_found_in_the_database_is_said_also_where_the_rest_of_it_cannot_be_read() {
+    let place = Place::migrated();
+    place.sql("drop trigger oncebox_outbox_limits; drop table oncebox_email");
+    let done = doctor(&place, &[]);
+    done.ends_with(3, &["broken"]);
+    each_has_a_remedy(&done);
+    let mut names: Vec<_> = findings(&done).into_iter().filter(|one| one.1 == "refused").map(|one| one.0).collect();
+    names.dedup();
+    assert_eq!(names, ["limits", "database"]);
+    assert!(done.stdout.contains("the rest of the database was not looked at"), "{}", done.stdout);
+}
+
 /// Shown by looking at the statements of handlers alone, and at each consumer alone.
 #[test]
 fn settings_with_which_a_program_does_not_start_are_refused() {

@@ -271,6 +271,8 @@ fn a_purge_by_a_filter_leaves_alone_what_changed_meanwhile() {
     named.fails(4, &["it has changed meanwhile: look again"]);
 }
 
+/// Answers that no route gives. Shown by taking them: after `--ttl 0s` the next request executed
+/// again, and status 20 was replayed as 500.
 #[test]
 fn o11_an_unknown_key_is_resolved_by_a_file_or_as_not_happened() {
     let place = Place::migrated();
@@ -284,6 +286,15 @@ fn o11_an_unknown_key_is_resolved_by_a_file_or_as_not_happened() {
         .oncebox(&["keys", "resolve", &done, "--completed", "missing.json", "--why", "w"])
         .run()
         .fails(2, &["missing"]);
+    for (option, value, why) in [
+        ("--ttl", "0s", "longer than zero"),
+        ("--status", "20", "no status of an answer"),
+        ("--status", "199", "no status of an answer"),
+        ("--status", "600", "no status of an answer"),
+    ] {
+        let resolve = ["keys", "resolve", &done, "--completed", &file, option, value, "--why", "w"];
+        place.oncebox(&resolve).run().fails(2, &[option, why]);
+    }
     let resolve =
         ["keys", "resolve", &done, "--completed", &file, "--status", "201", "--ttl", "2h", "--why", "seen it"];
     place.oncebox(&resolve).run().ok();
@@ -389,6 +400,10 @@ fn o9_an_operation_is_resolved_with_its_key_and_a_contradiction_is_listed() {
     let resolve = ["operations", "resolve", &id, "--succeeded", &file, "--status", "201", "--why", "asked them"];
     place.oncebox(&["operations", "resolve", &id, "--why", "w"]).run().fails(2, &["--succeeded"]);
     place.oncebox(&["operations", "resolve", &id, "--failed", &file, "--why", "w"]).run().fails(2, &["--status"]);
+    for wrong in [["--ttl", "0s"], ["--status", "17"]] {
+        let resolve = [&["operations", "resolve", &id, "--succeeded", &file, "--why", "w"], &wrong[..]].concat();
+        place.oncebox(&resolve).run().fails(2, &[wrong[0]]);
+    }
     place.oncebox(&resolve).run().fails(4, &["somebody drives it"]);
     observe(&place, &driven, "failure");
     let resolve = [&resolve[..], &["--take-over"]].concat();

@@ -41,6 +41,11 @@ pub(crate) fn block_on<T>(future: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
 }
 
+/// A pipe without a reader.
+pub(crate) fn closed() -> std::fs::File {
+    std::os::fd::OwnedFd::from(std::io::pipe().unwrap().1).into()
+}
+
 /// A program that is about to be started. Nothing of this test's own environment reaches its
 /// settings.
 #[derive(Debug)]

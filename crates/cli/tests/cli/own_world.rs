@@ -11,7 +11,7 @@ use rdkafka::consumer::{BaseConsumer, Consumer};
 use serde_json::Value;
 
 use crate::database::Database;
-use crate::kit::{ONCEBOX, Place, Program, eventually};
+use crate::kit::{ONCEBOX, Place, Program, closed, eventually};
 use crate::support::{service, unique};
 
 /// A show and a measurement that are as short as they can be.
@@ -53,6 +53,12 @@ impl Shop {
             .env("TMPDIR", &temporary.display().to_string())
     }
 
+    /// The tag of the demo or benchmark that runs in it.
+    fn tag(&self) -> Option<String> {
+        let name = std::fs::read_dir(self.place.path().join("tmp")).unwrap().next()?.unwrap().file_name();
+        name.to_str()?.rsplit('-').next().map(str::to_owned)
+    }
+
     /// Its order waits for its own publisher, nobody came or went, and nothing is left behind.
     fn is_untouched(&self) {
         let status = self.place.json(&["status"]);
@@ -69,7 +75,8 @@ impl Shop {
 }
 
 /// Shown by reading the environment, as every other command does: the demo's publisher relays the
-/// shop's order into a broker that is thrown away.
+/// shop's order into a broker that is thrown away. And by clearing only after a verdict that could
+/// be printed.
 #[test]
 fn demo_and_bench_in_a_shell_with_production_settings_leave_production_untouched() {
     let shop = Shop::on(None, None);
@@ -78,6 +85,9 @@ fn demo_and_bench_in_a_shell_with_production_settings_leave_production_untouched
     for (count, expected) in [("messages", 20), ("ledger_entries", 20), ("emails", 20), ("lost", 0), ("doubled", 0)] {
         assert_eq!(verdict[count], expected, "{count} of {verdict}");
     }
+    shop.is_untouched();
+    // Nobody reads the verdict.
+    assert_eq!(shop.shell(DEMO).stdout(closed()).code(), Some(0));
     shop.is_untouched();
     shop.shell(BENCH).run().ok();
     shop.is_untouched();
@@ -135,6 +145,17 @@ fn topics(test: &str, broker: &str, prefix: &str) -> BTreeSet<String> {
         String::from_utf8(listed.stdout).unwrap().lines().map(str::to_owned).collect()
     };
     all.into_iter().filter(|name| name.starts_with(prefix)).collect()
+}
+
+/// The queues of RabbitMQ that are bound under a routing key that begins so.
+fn bound(test: &str, prefix: &str) -> Vec<String> {
+    let control = service(test, "ONCEBOX_TEST_RABBITMQCTL").unwrap();
+    let listed = Command::new(control).args(["--quiet", "list_bindings", "routing_key", "destination_name"]).output();
+    let listed = String::from_utf8(listed.unwrap().stdout).unwrap();
+    let bindings = listed.lines().filter_map(|line| line.split_once('\t'));
+    // Each queue is also bound to the exchange without a name, under its own name.
+    let bindings = bindings.filter(|(key, queue)| key.starts_with(prefix) && key != queue);
+    bindings.map(|(_, queue)| queue.to_owned()).collect()
 }
 
 /// Every one of these figures is there, each with the same without the fault beside it. How large
@@ -230,7 +251,35 @@ fn a_benchmark_that_is_stopped_by_a_signal_removes_both_of_its_databases() {
     }
 }
 
-/// Shown to fail: by removing the topic at the successful end only.
+/// Shown to fail: with relay and consumer in tasks that nobody ends: the group stayed, because its
+/// member was still there.
+#[test]
+fn a_benchmark_of_latency_that_is_stopped_by_a_signal_leaves_no_group_behind() {
+    let test = "a_benchmark_of_latency_that_is_stopped_by_a_signal_leaves_no_group_behind";
+    let Some(broker) = service(test, "ONCEBOX_TEST_KAFKA") else { return };
+    let shop = Shop::on(None, None);
+    let mut running = shop.shell(&["bench", "latency", "--messages", "20000", "--broker", &broker]).start();
+    let group = eventually("a group with a member", || {
+        assert!(!running.has_ended(), "it has ended");
+        let topic = topics(test, &broker, &format!("bench-{}-", shop.tag()?)).pop_first()?;
+        groups(&broker).into_iter().find(|(group, members)| group.starts_with(&topic) && *members > 0)
+    });
+    running.signal("-INT");
+    running.ends().fails(1, &["stopped"]);
+    assert!(groups(&broker).iter().all(|(name, _)| *name != group.0), "{group:?} was left behind");
+    shop.is_untouched();
+}
+
+/// The groups of a Kafka with the number of members of each.
+fn groups(broker: &str) -> Vec<(String, usize)> {
+    let servers = broker.strip_prefix("kafka://").unwrap();
+    let asker: BaseConsumer = ClientConfig::new().set("bootstrap.servers", servers).create().unwrap();
+    let list = asker.fetch_group_list(None, Duration::from_secs(30)).unwrap();
+    list.groups().iter().map(|group| (group.name().to_owned(), group.members().len())).collect()
+}
+
+/// Shown to fail: by removing the topic at the successful end only; and by removing it with a
+/// broker that does not know the tap.
 #[test]
 fn a_demo_that_is_stopped_by_a_signal_removes_its_database_and_its_topic() {
     let test = "a_demo_that_is_stopped_by_a_signal_removes_its_database_and_its_topic";
@@ -243,16 +292,18 @@ fn a_demo_that_is_stopped_by_a_signal_removes_its_database_and_its_topic() {
     let long = ["demo", "--messages", "20000", "--no-progress", "--database", &other.url, "--broker", &broker];
     let mut running = shop.shell(&long).start();
     let mine = || databases_of_shows(&server).into_iter().find(|name| !before.contains(name));
-    let queues = eventually("a database, and the queues of both consumers", || {
+    let prefix = eventually("a database, the queues of both consumers, and a tap", || {
         assert!(!running.has_ended(), "it made no queues");
         let prefix = format!("demo-{}-", mine()?.strip_prefix("oncebox_demo_")?);
         let queues = topics(test, &broker, &prefix);
-        (queues.len() >= 2).then_some(queues)
+        // Both queues, and the tap beside them.
+        (bound(test, &prefix).len() >= 3 && queues.len() >= 2).then_some(prefix)
     });
     running.signal("-INT");
     running.ends().fails(1, &["interrupted"]);
     assert_eq!(mine(), None);
-    let left: Vec<_> = topics(test, &broker, "demo-").intersection(&queues).cloned().collect();
+    let mut left = topics(test, &broker, &prefix);
+    left.extend(bound(test, &prefix));
     assert!(left.is_empty(), "{left:?} were left behind");
     shop.is_untouched();
 }

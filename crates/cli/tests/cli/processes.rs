@@ -339,12 +339,16 @@ fn processes_of(directory: &str) -> usize {
 }
 
 /// Shown by leaving the signals to the system: publisher, consumers and sender run on; by saying
-/// where the files are with `eprintln!`, which is no JSON.
+/// where the files are with `eprintln!`, which is no JSON; by writing its settings over a file
+/// `oncebox.toml` of the directory that was named.
 #[test]
 fn an_interrupted_demo_leaves_no_process_behind() {
     let place = Place::new();
     let directory = place.path().join("demo").display().to_string();
-    let config = format!("{directory}/oncebox.toml");
+    let config = format!("{directory}/oncebox-");
+    std::fs::create_dir(&directory).unwrap();
+    let mine = format!("{directory}/oncebox.toml");
+    std::fs::write(&mine, "[log]").unwrap();
     let arguments = ["demo", "--no-progress", "--keep", "--dir", &directory, "--log-format", "json"];
     let demo = Program::new(ONCEBOX, &arguments).within(place.path()).start();
     eventually("the cast is on the stage", || (processes_of(&config) >= 4).then_some(()));
@@ -353,4 +357,5 @@ fn an_interrupted_demo_leaves_no_process_behind() {
     done.fails(1, &["interrupted", "logs and files: "]);
     objects(&done);
     eventually("nobody is left", || (processes_of(&config) == 0).then_some(()));
+    assert_eq!(std::fs::read_to_string(&mine).unwrap(), "[log]");
 }

@@ -107,7 +107,7 @@ fn migrating_twice_applies_nothing_the_second_time_and_status_shows_it() {
     let listed = place.oncebox(&["migrate", "status"]).run().stdout;
     assert_eq!(listed.matches("missing").count(), 4, "{listed}");
     assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "applied 1\napplied 2\napplied 3\napplied 4\n");
-    assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "nothing to apply\n");
+    assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "no migration to apply\n");
     assert_eq!(place.json(&["migrate", "up"])["applied"], serde_json::json!([]));
     let listed = place.json(&["migrate", "status"]);
     let rows = listed["migrations"].as_array().unwrap();
@@ -129,7 +129,7 @@ fn what_migrate_print_prints_can_be_applied_by_hand() {
         crate::database::run(&url, &script).unwrap();
         place.oncebox(&["status"]).run().ok();
         place.oncebox(&["doctor"]).run().ok();
-        assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "nothing to apply\n");
+        assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "no migration to apply\n");
     }
 }
 

@@ -31,7 +31,7 @@ impl World {
             "a server's notice of what is as it should be: {migrated:?}"
         );
         migrated.ok();
-        assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "nothing to apply\n");
+        assert_eq!(place.oncebox(&["migrate", "up"]).run().ok(), "no migration to apply\n");
         let name = unique("cli");
         let own = std::fs::read_to_string(place.ledger()).unwrap();
         let own = own.replace("\"payments\"", &format!("\"{name}\"")).replace("\"ledger\"", &format!("\"{name}\""));
@@ -284,7 +284,7 @@ fn an_operator_acts_the_same_on_every_server() {
         assert_eq!(world.oncebox(&redrive).run().ok(), format!("redrive 1: {number}\n{number}: handled\n"));
         crate::kit::eventually("what stood behind it", || (world.place.entries() == ["p1", "p2"]).then_some(()));
         consumer.stop().ok();
-        let forget = ["consumers", "forget", &world.name, "--why", "replaced"];
+        let forget = ["consumers", "forget", &world.name, "--yes", "--why", "replaced"];
         world.oncebox(&forget).run().fails(4, &["stop its processes", "was seen"]);
         world.place.sql(an_hour_ago);
         let status = world.oncebox(&["status"]).run().ok();

@@ -345,7 +345,8 @@ const START: &str = "start `publisher`; if one runs, its /readyz says what it wa
                      locked the row of its lease in the table of shards";
 
 // Shown by: a doctor that has findings of its own: it said `ok` of the first, and nothing of a
-// consumer that is gone; and that advised to mend the error of a held message, which has none.
+// consumer that is gone; that advised to mend the error of a held message, which has none; and that
+// called the message that is due first the oldest.
 #[test]
 fn doctor_has_a_remedy_for_all_that_status_calls_stuck() {
     let new = Place::migrated();
@@ -360,7 +361,7 @@ fn doctor_has_a_remedy_for_all_that_status_calls_stuck() {
     let publisher = finding(&new, &[], "outbox: publisher");
     assert_eq!((&publisher["severity"], &publisher["remedy"]), (&"warning".into(), &START.into()));
     new.oncebox(&["doctor"]).run().ok();
-    let (place, _) = with_a_waiting_payment();
+    let (place, config) = with_a_waiting_payment();
     place.sql("update oncebox_consumer set seen_at = seen_at - 3600000");
     let status = place.oncebox(&["status"]).run().ok();
     assert!(status.contains("stuck: consumer ledger: no process of it runs"), "{status}");
@@ -370,6 +371,17 @@ fn doctor_has_a_remedy_for_all_that_status_calls_stuck() {
     let waiting = finding(&place, &["--older-than", "0s"], "consumer ledger: waiting");
     assert!(waiting["remedy"].as_str().is_some_and(|remedy| remedy.starts_with("start a process")), "{waiting}");
     place.oncebox(&["doctor"]).run().ends_with(3, &["stuck"]);
+    // One that is due first is not the oldest.
+    place.enqueue("acc-8", &payment("p2"));
+    place.publish();
+    place.consume(&config).ok();
+    place.sql(
+        "update oncebox_waiting set stored_at = stored_at - 3600000, due_at = due_at + 3600000 where sequence = 1",
+    );
+    let waiting = finding(&place, &[], "consumer ledger: waiting");
+    let detail = waiting["detail"].as_str().unwrap();
+    assert!(detail.starts_with("2 messages waiting and 0 held, the oldest for 36"), "{detail}");
+    assert!(detail.contains(" s; due first: c2 of topic payments after "), "{detail}");
     // What is held has no error. The dead message of its key has one.
     let place = Place::migrated();
     let config = place.ledger();

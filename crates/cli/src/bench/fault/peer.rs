@@ -108,7 +108,7 @@ impl Peer {
         let mut lines = BufReader::new(stdout).lines();
         match tokio::time::timeout(HALT_MAX, lines.next_line()).await {
             Ok(Ok(Some(line))) if line == HALTED => Ok(Self(child)),
-            Ok(said) => Err(AppError::failed(format!("a consumer ended early: {said:?}"))),
+            Ok(_) => Err(AppError::failed("a consumer ended before it halted: see its errors above")),
             Err(_) => Err(AppError::failed(format!("a consumer had no work within {HALT_MAX:?}"))),
         }
     }

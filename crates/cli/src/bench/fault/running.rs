@@ -3,19 +3,16 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::task::JoinHandle;
-use tokio_util::sync::CancellationToken;
-
 use crate::bench::bed::Bed;
 use crate::bench::consume::Effect;
 use crate::bench::relay::rate;
+use crate::bench::started::Started;
 use crate::bench::watched::Watched;
 use crate::bench::work::KIND;
 use crate::bench::yard::Yard;
-use crate::common::failed;
 use oncebox::app::AppError;
 use oncebox::observe::Health;
-use oncebox::{Consumer, ConsumerOptions, Handlers, MessageHandler};
+use oncebox::{Consumer, ConsumerOptions, Handlers, MessageHandler, RunEnd};
 
 /// How long the broker may keep the messages of a frozen or killed process back.
 const DELIVERY_MAX: Duration = Duration::from_secs(180);
@@ -28,14 +25,7 @@ const LOOK: Duration = Duration::from_millis(20);
 /// A running consumer, which ends when this is dropped.
 pub(super) struct Running {
     watched: Watched,
-    stop: CancellationToken,
-    task: JoinHandle<Result<(), AppError>>,
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        self.task.abort();
-    }
+    consumer: Started<RunEnd>,
 }
 
 impl Running {
@@ -48,18 +38,15 @@ impl Running {
         let handlers = Handlers::new().on(KIND, handler);
         let broker = Arc::new(watched.clone());
         let consumer = Consumer::new(bed.store.clone(), broker, handlers, options, Health::default());
-        let stop = CancellationToken::new();
-        let stopped = stop.clone();
-        let task = tokio::spawn(async move { Ok(consumer.run(stopped).await.map(drop)?) });
-        Self { watched, stop, task }
+        Self { watched, consumer: Started::begin(move |stop| async move { consumer.run(stop).await }) }
     }
 
     /// Returns an error where the consumer ended by itself.
     pub(super) async fn check(&mut self) -> Result<(), AppError> {
-        if !self.task.is_finished() {
+        if !self.consumer.has_ended() {
             return Ok(());
         }
-        (&mut self.task).await.map_err(failed)??;
+        self.consumer.ended().await?;
         Err(AppError::failed("the consumer ended by itself"))
     }
 
@@ -99,9 +86,8 @@ impl Running {
         }
     }
 
-    pub(super) async fn stop(mut self) -> Result<(), AppError> {
-        self.stop.cancel();
-        (&mut self.task).await.map_err(failed)?
+    pub(super) async fn stop(self) -> Result<(), AppError> {
+        self.consumer.stop().await.map(drop)
     }
 }
 

@@ -8,7 +8,6 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::SLOW_SHARE;
@@ -16,10 +15,10 @@ use crate::bench::Load;
 use crate::bench::bed::Bed;
 use crate::bench::figure::Figure;
 use crate::bench::latency::{Told, WARM, percentiles, write};
+use crate::bench::started::Started;
 use crate::bench::watched::{Notes, Watched};
 use crate::bench::work::Maker;
 use crate::bench::yard::Yard;
-use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::app::AppError;
 use oncebox::observe::Health;
@@ -109,9 +108,7 @@ async fn times<S: Yard>(bed: &mut Bed<S>, store: &S, load: Load, beside: Beside)
     };
     let options = RelayOptions { shutdown_grace: GRACE, ..RelayOptions::new(format!("bench {topic}")) };
     let relay = Relay::new(store.clone(), Arc::new(watched.clone()), options, Health::default());
-    let stop = CancellationToken::new();
-    let relay_stop = stop.clone();
-    let relay = tokio::spawn(async move { relay.run(relay_stop).await });
+    let relay = Started::begin(move |stop| async move { relay.run(stop).await });
     let committed = async {
         let warm = write(store, &maker, WARM, Told::Here).await?;
         proven(&watched, &warm).await;
@@ -134,8 +131,7 @@ async fn times<S: Yard>(bed: &mut Bed<S>, store: &S, load: Load, beside: Beside)
         Ok::<_, AppError>(committed)
     }
     .await;
-    stop.cancel();
-    relay.await.map_err(failed)??;
+    relay.stop().await?;
     let (committed, now) = (committed?, Instant::now());
     let times = watched.look(|notes| {
         let proof = |id| notes.proven_at.get(id).copied().unwrap_or(now);

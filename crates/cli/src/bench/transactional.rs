@@ -48,14 +48,14 @@ impl Seen {
 }
 
 /// A typed operation in one transaction, and all that its requests need.
-struct DoorA<S: Yard> {
+struct Transactional<S: Yard> {
     engine: Engine<S>,
     pay: Registered,
     maker: Arc<Maker>,
     scope: Scope,
 }
 
-impl<S: Yard> DoorA<S> {
+impl<S: Yard> Transactional<S> {
     fn open(store: S, maker: &Arc<Maker>) -> Result<Self, AppError> {
         let engine = Engine::new(store, EngineOptions::default());
         let pay = engine.protect(Endpoint::typed::<Pay>(Route::new(Mode::Transactional))).map_err(failed)?;
@@ -100,19 +100,19 @@ impl<S: Yard> DoorA<S> {
 }
 
 pub(super) async fn measure<S: Yard>(bed: &mut Bed<S>, load: Load) -> Result<Vec<Figure>, AppError> {
-    let (topic, _) = bed.topic("doors", &[]).await?;
+    let (topic, _) = bed.topic("http", &[]).await?;
     let maker = Arc::new(Maker::new(&topic, load));
-    let door = Arc::new(DoorA::open(bed.store.clone(), &maker)?);
+    let operation = Arc::new(Transactional::open(bed.store.clone(), &maker)?);
     // Warms the connections up: each prepares its statements and compiles its functions once.
     bare(bed, &maker, load.messages / 10).await?;
-    through(&door, load.messages / 10).await?;
+    through(&operation, load.messages / 10).await?;
     let (mut same_tx, mut replays) = (Vec::new(), Vec::new());
     for _ in Rounds::start("http", load.rounds) {
         let without = bare(bed, &maker, load.messages).await?;
-        same_tx.push((milliseconds(through(&door, load.messages).await?), milliseconds(without)));
-        replays.push((replayed(&door, load.messages).await?, without));
+        same_tx.push((milliseconds(through(&operation, load.messages).await?), milliseconds(without)));
+        replays.push((replayed(&operation, load.messages).await?, without));
     }
-    let memory = duplicates(&door).await?;
+    let memory = duplicates(&operation).await?;
     let figures = vec![
         Figure::beside("http.same_tx", "ms", "the same payment and message in a transaction of one's own", &same_tx)
             .wanted("<= 1.7"),
@@ -140,25 +140,25 @@ async fn bare<S: Yard>(bed: &Bed<S>, maker: &Arc<Maker>, count: usize) -> Result
     crowd(CLIENTS, count, one).await
 }
 
-async fn through<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, AppError> {
-    let door = Arc::clone(door);
+async fn through<S: Yard>(operation: &Arc<Transactional<S>>, count: usize) -> Result<f64, AppError> {
+    let operation = Arc::clone(operation);
     let one = move |_| {
-        let door = Arc::clone(&door);
-        async move { door.ask(&Uuid::now_v7().to_string(), Pay::any()).await?.must_be(Seen::Executed) }
+        let operation = Arc::clone(&operation);
+        async move { operation.ask(&Uuid::now_v7().to_string(), Pay::any()).await?.must_be(Seen::Executed) }
     };
     crowd(CLIENTS, count, one).await
 }
 
 /// Replays per second: repeats requests of payments that were made before.
-async fn replayed<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, AppError> {
+async fn replayed<S: Yard>(operation: &Arc<Transactional<S>>, count: usize) -> Result<f64, AppError> {
     let keys: Arc<Vec<String>> = Arc::new((0..CLIENTS * 8).map(|_| Uuid::now_v7().to_string()).collect());
     let ask = |expected: Seen| {
-        let (door, keys) = (Arc::clone(door), Arc::clone(&keys));
+        let (operation, keys) = (Arc::clone(operation), Arc::clone(&keys));
         move |at: usize| {
-            let (door, key) = (Arc::clone(&door), keys[at % keys.len()].clone());
+            let (operation, key) = (Arc::clone(&operation), keys[at % keys.len()].clone());
             async move {
                 let pay = Pay { account: 7, amount: 1_000, note: String::new() };
-                door.ask(&key, pay).await?.must_be(expected)
+                operation.ask(&key, pay).await?.must_be(expected)
             }
         }
     };
@@ -168,16 +168,16 @@ async fn replayed<S: Yard>(door: &Arc<DoorA<S>>, count: usize) -> Result<f64, Ap
 
 /// By how many megabytes the memory of this process, which is that of the clients too, grows while
 /// a thousand equal requests of 1 KB are answered.
-async fn duplicates<S: Yard>(door: &Arc<DoorA<S>>) -> Result<f64, AppError> {
+async fn duplicates<S: Yard>(operation: &Arc<Transactional<S>>) -> Result<f64, AppError> {
     let key = Uuid::now_v7().to_string();
     let before = resident(std::process::id())?;
     let mut tasks = JoinSet::new();
     for _ in 0..DUPLICATES {
-        let (door, key) = (Arc::clone(door), key.clone());
+        let (operation, key) = (Arc::clone(operation), key.clone());
         // Those that come while the first runs are answered as in progress, later ones by a replay.
         tasks.spawn(async move {
             let pay = Pay { account: 7, amount: 1_000, note: "x".repeat(1_024) };
-            door.ask(&key, pay).await
+            operation.ask(&key, pay).await
         });
     }
     let (mut peak, mut ran) = (before, 0);
