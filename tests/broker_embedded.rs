@@ -416,7 +416,7 @@ async fn g9_a_member_that_others_buried_loses_everything_and_joins_anew() {
     anew.close().await;
 }
 
-/// Shown by: a heartbeat that looks for the member alone. It kept its place in the group, had no
+/// A heartbeat that looked for the member alone let it keep its place in the group; it had no
 /// partition of the new topic, and said nothing.
 #[tokio::test]
 async fn a_member_of_which_one_topic_was_deleted_ends_and_the_next_one_reads_the_topic_made_anew() {

@@ -362,8 +362,8 @@ async fn deliveries_that_are_not_acknowledged_are_bounded_by_bytes_too() {
     corner.finish().await;
 }
 
-/// Shown to fail: with every delivery beyond the bound refused; with one delivery allowed instead
-/// of one of each queue (each connection was cut).
+/// Shown to fail: with every delivery beyond the bound refused. Where one delivery was allowed, and
+/// not one of each queue, each connection was cut.
 #[tokio::test]
 async fn a_delivery_that_is_larger_than_the_bound_is_handled_alone() {
     for partitions in [1, 4] {

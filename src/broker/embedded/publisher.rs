@@ -361,8 +361,8 @@ mod tests {
     use super::super::config::EmbeddedConfig;
     use super::*;
 
-    /// As after a panic while old rows were deleted. Shown by: counting only the rows that the
-    /// writer took; `settle` then said that nothing was in flight.
+    /// As after a panic while old rows were deleted. Where only the rows that the writer took were
+    /// counted, `settle` said that nothing was in flight.
     #[tokio::test]
     async fn a_row_for_a_writer_that_has_ended_ends_the_session() {
         let directory = tempfile::tempdir().unwrap();

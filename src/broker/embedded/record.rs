@@ -161,8 +161,8 @@ mod tests {
         }
     }
 
-    /// Shown by: ending a read where the reader stops. The thread of the connection had copied more
-    /// than 256 rows by then, of 64 MiB each at most.
+    /// Shown by: a statement that walks on behind its bounds. One that ends where the reader stops
+    /// has copied more than 256 rows by then, of 64 MiB each at most.
     #[tokio::test]
     async fn g11_a_read_takes_no_row_beyond_its_bounds_out_of_the_file() {
         let mut file = SqliteConnection::connect("sqlite::memory:").await.unwrap();

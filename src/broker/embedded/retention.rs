@@ -70,7 +70,7 @@ mod tests {
     use super::super::topology;
     use super::*;
 
-    /// Shown by: a bound for each partition; and by deleting old rows behind a young one.
+    /// With a bound for each partition, the first transaction deleted all of them.
     #[tokio::test]
     async fn g11_one_transaction_deletes_a_bounded_number_of_rows_and_stops_at_the_first_young_one() {
         let mut file = SqliteConnection::connect("sqlite::memory:").await.unwrap();

@@ -287,8 +287,8 @@ mod tests {
     use super::*;
     use crate::observe::Severity;
 
-    /// Shown by: looking only at the groups of subscriptions (the file grew, and all was well); and
-    /// by asking only whether a group has a member or a subscription, not for which topic.
+    /// Shown by: looking only at the groups of subscriptions (the file grew, and all was well).
+    /// A group with a member or a subscription may still have topics that nobody in it reads.
     #[tokio::test]
     async fn g11_a_topic_that_nobody_in_a_group_reads_and_whose_rows_retention_keeps_for_it_is_told() {
         let directory = tempfile::tempdir().unwrap();

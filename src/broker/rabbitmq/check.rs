@@ -252,7 +252,7 @@ async fn plugin(config: &Known) -> Result<Finding, BrokerError> {
 mod tests {
     use super::*;
 
-    /// Shown by: refusing both. The remedy for a queue without a limit is a policy, which AMQP does
+    /// Both were refused. The remedy for a queue without a limit is a policy, which AMQP does
     /// not show, so that the exit code stayed 3; and for a queue with a limit no policy helps.
     #[test]
     fn r30_a_limit_of_the_declaration_is_refused_and_one_that_a_policy_may_take_away_is_a_warning() {
