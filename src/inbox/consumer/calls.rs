@@ -253,8 +253,7 @@ mod tests {
         Store(#[source] StoreError),
     }
 
-    /// Shown by: looking at the outermost error only, and at errors of sqlx only, each without the
-    /// next ones.
+    /// Shown by: looking at the outermost error only.
     #[test]
     fn r27_an_error_of_the_service_is_as_transient_as_that_of_the_database_which_it_wraps() {
         let locked = || sqlx::Error::Database(Box::new(Locked));
