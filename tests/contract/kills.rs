@@ -119,9 +119,7 @@ async fn sends(world: &World<PostgresStore>, broker: &Arc<dyn Broker>, topic: &s
     world.relay_to(Arc::clone(broker), options).task.await.unwrap().unwrap();
 }
 
-/// What kills the process may be in any of its consumers.
-///
-/// Shown by: consumers that know nothing of each other.
+/// What kills the process may be in any of its consumers, so a suspect of one waits for all.
 #[tokio::test]
 async fn r26_a_suspect_message_runs_beside_no_message_of_another_consumer_of_its_process() {
     on_postgres("r26_two_consumers", |world| async move {

@@ -157,9 +157,9 @@ async fn r23_a_stop_behind_a_raw_commit_leaves_its_message_dead_and_not_lost_on_
     }
 }
 
-/// The database falls silent behind such a commit. Shown by: a question without a bound; the task
-/// was aborted while it asked, and nothing told of the message. With a grace of 4 s it is aborted
-/// before the last answer is due. The gauge of what is in flight kept its last value.
+/// The database falls silent behind such a commit. With a grace of 4 s the task is aborted before
+/// the last answer is due. Shown by: a question without a bound; the task was aborted while it
+/// asked, and nothing told of the message.
 #[tokio::test]
 async fn r23_a_stop_says_that_nobody_knows_how_a_transaction_ended() {
     for seconds in [10, 4] {
