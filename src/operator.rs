@@ -208,8 +208,8 @@ pub struct DeadMessage {
     pub error: Option<String>,
     /// Tries that were counted so far.
     pub attempts: u32,
-    /// When it became dead, or held in the outbox; for another message of a consumer, when it was
-    /// stored.
+    /// When it became dead, or held in the outbox; for another message of a consumer, when it
+    /// was stored.
     pub since: DateTime<Utc>,
     /// When it is tried next. None if it is dead, if it waits for an earlier message of its key, or
     /// if its topic cannot be sent to. The relay tries such a topic at the probe interval of the

@@ -65,8 +65,8 @@ impl Beside {
         }
     }
 
-    /// Cancels all parts after an error. The first one is that of the program; one that follows is
-    /// logged.
+    /// Cancels all parts after an error. The first one is that of the program; one that follows
+    /// is logged.
     pub(super) fn ends_with(&self, outcome: &mut Result<(), AppError>, error: AppError) {
         self.all.cancel();
         match outcome {

@@ -2,8 +2,8 @@
 //! every way to enqueue.
 //!
 //! Promise: every broker with its default settings can take a message that passes the default
-//! limits. The fields have the names of the rows in the limits table. Not here: reading that table
-//! (`store`).
+//! limits. The fields have the names of the rows in the limits table. Not here: reading that
+//! table (`store`).
 
 use std::borrow::Cow;
 

@@ -1,9 +1,9 @@
 //! The front of every operation: what happens with a request before and after it executes (O15).
 //!
 //! An operation makes a [`Front`] for a request whose body is read and validated, and takes turns
-//! until it has an answer. After [`Turn::Begin`] it makes a claim in the store. If the store refuses
-//! the claim, it calls [`Front::refused`] or [`Front::look_again`] and takes the next turn. If the
-//! claim is made, it runs, stores the outcome, and answers by [`Front::first`].
+//! until it has an answer. After [`Turn::Begin`] it makes a claim in the store. If the store
+//! refuses the claim, it calls [`Front::refused`] or [`Front::look_again`] and takes the next turn.
+//! If the claim is made, it runs, stores the outcome, and answers by [`Front::first`].
 //!
 //! Promises: [`decide`] alone decides, and nothing executes without its decision. A front holds no
 //! connection between two reads, so waiting duplicates do not starve others. Every loop has a

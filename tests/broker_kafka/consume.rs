@@ -114,8 +114,8 @@ async fn a_member_without_partitions_has_caught_up_once_it_is_in_the_group() {
     let mut second = kafka.broker().subscriber(&subscription).await.unwrap();
     let both = async { tokio::join!(caught_up_soon(&mut first), caught_up_soon(&mut second)) };
     assert_eq!(both.await, (true, true));
-    // Shown by: closing a member without partitions as librdkafka does, which does not leave the
-    // group.
+    // Shown by: closing a member without partitions as librdkafka does, which does not leave
+    // the group.
     second.close().await;
     eventually("it has left the group", SOON, || async {
         let groups = kafka.admin().inner().fetch_group_list(Some(&group), Duration::from_secs(5)).ok()?;

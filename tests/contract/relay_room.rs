@@ -1,5 +1,5 @@
-//! A relay that has no room: in the bytes of its window, in the broker's client, in the rows of a
-//! trial.
+//! A relay that has no room: in the bytes of its window, in the broker's client, in the rows of
+//! a trial.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

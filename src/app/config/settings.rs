@@ -245,8 +245,8 @@ pub struct PublisherSettings {
     /// others waiting.
     #[serde(with = "span")]
     pub publish_stall: Duration,
-    /// The pause between two trials of a blocked topic; one that does not answer is tried ever more
-    /// rarely.
+    /// The pause between two trials of a blocked topic; one that does not answer is tried ever
+    /// more rarely.
     #[serde(with = "span")]
     pub probe: Duration,
     /// Dead messages of the outbox that were enqueued longer ago need a new id to be redriven.

@@ -1,5 +1,5 @@
-//! Deletes rows that are old and that every group has handled, at most [`ROWS_MAX`] of them in one
-//! transaction.
+//! Deletes rows that are old and that every group has handled, at most [`ROWS_MAX`] of them in
+//! one transaction.
 //!
 //! Guarantees: only the beginning of a partition is deleted, so that offsets stay without holes. A
 //! row that a known group has not handled is never deleted. A partition without a group keeps

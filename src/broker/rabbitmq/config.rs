@@ -64,8 +64,8 @@ pub struct RabbitConfig {
     /// After four times this time, but at least every two minutes, it declares an exchange that is
     /// missing and binds its queues again.
     pub quiet_check: Duration,
-    /// Most bytes of deliveries that are not yet acknowledged (one delivery of each queue is always
-    /// allowed).
+    /// Most bytes of deliveries that are not yet acknowledged (one delivery of each queue is
+    /// always allowed).
     pub in_flight_bytes_max: usize,
 }
 

@@ -21,8 +21,7 @@
 //! [`KeyFound::Busy`]. Only the result of a read may lead to an execution, and then by one fenced
 //! statement: an INSERT for [`Decision::Claim`], an UPDATE that compares the epoch for the others.
 //! If that statement changed no row, read and ask again. One exception: a key that is probably new
-//! is inserted without a read. A transaction that holds the insert asks with
-//! [`KeyFound::Nothing`].
+//! is inserted without a read. A transaction that holds the insert asks with [`KeyFound::Nothing`].
 //!
 //! Not here: the statements (`store`), the answers' texts (`http`), and how a run ends
 //! ([`classify`](super::classify)).

@@ -22,9 +22,9 @@ pub(crate) enum Decision {
     /// The record under this digest has another identity, so it must not be changed. This is an
     /// alarm, answered like an unavailable store.
     WrongRecord,
-    /// As many operations of the tenant run in this process as may. The engine also uses this when
-    /// the store has too many operations without an outcome, or too many bytes of answers, of the
-    /// tenant.
+    /// As many operations of the tenant run in this process as may. The engine also uses this
+    /// when the store has too many operations without an outcome, or too many bytes of answers,
+    /// of the tenant.
     QuotaExceeded,
     /// Look for the key in the map of what runs in this process, then in the store.
     Look,

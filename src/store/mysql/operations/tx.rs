@@ -18,8 +18,8 @@ use crate::store::sql::{records, savepoint_name};
 
 /// MySQL has no lock wait for a single statement, so the session gets the shortest one (1 s) until
 /// the claim is made. MariaDB has one, by which a new transactional claim does not wait at all, and
-/// gets this one too, so that tests on MariaDB cover it. A refused claim does not restore the value:
-/// its connection goes back to the pool, which sets it up again
+/// gets this one too, so that tests on MariaDB cover it. A refused claim does not restore the
+/// value: its connection goes back to the pool, which sets it up again
 /// ([`connect`](super::super::connect)). So the saved value is never 1.
 pub(in crate::store::mysql) const SHORT_WAIT: &str =
     "set @oncebox_lock_wait = @@session.innodb_lock_wait_timeout, session innodb_lock_wait_timeout = 1";
