@@ -359,6 +359,7 @@ macro_rules! store_conformance {
             redrive: [
                 r31_a_message_with_a_new_id_is_redriven_again_under_that_id,
                 what_stands_behind_a_dead_message_counts_no_dead_ones,
+                a_message_before_a_dead_one_of_its_key_waits_and_is_not_held,
                 r25_after_a_redrive_only_the_first_of_its_key_is_due,
                 r31_what_was_refused_and_failed_since_is_dead_by_its_failure,
             ];
