@@ -47,6 +47,8 @@ pub(in crate::store) mod audit;
 pub(in crate::store) mod evidence;
 #[cfg(feature = "operations")]
 mod expiry;
+#[cfg(feature = "operations")]
+pub(in crate::store) mod forgotten;
 mod history;
 pub(in crate::store) mod inbox;
 #[cfg(feature = "operations")]

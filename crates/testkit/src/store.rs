@@ -416,6 +416,8 @@ macro_rules! store_conformance {
                 o9_a_parked_operation_waits_for_an_operator,
                 o3_what_is_recovered_late_is_remembered_from_its_outcome,
                 o4_a_key_used_anew_gets_a_new_operation,
+                o4_nothing_is_left_of_an_operation_whose_key_is_used_anew,
+                o8_what_arrives_while_a_conflict_is_judged_is_not_judged_with_it,
                 a_conflict_outlives_its_record_until_it_is_judged,
                 o22_the_deployment_is_the_databases,
             ];

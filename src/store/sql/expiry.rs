@@ -50,7 +50,8 @@ const OUTLIVING: &str = "select r.operation_id from {each idempotency_request r 
 
 const DELETE_RECORDS: &str = "delete {my: r }from {each idempotency_request r bytes key_digest :digests primary}";
 const DELETE_BODIES: &str = "delete {my: b }from {each idempotency_body b bytes key_digest :digests primary}";
-const DELETE_EVIDENCE: &str = "delete {my: e }from {each operation_evidence e ints evidence_id :rows primary}";
+pub(super) const DELETE_EVIDENCE: &str =
+    "delete {my: e }from {each operation_evidence e ints evidence_id :rows primary}";
 const DELETE_OPERATIONS: &str = "delete {my: o }from {each operation o ids operation_id :operations primary}";
 const DELETE_INTENTS: &str = "delete {my: i }from {each operation_intent i ids operation_id :operations primary}";
 const DELETE_PHASES: &str = "delete {my: p }from {each operation_phase p ids operation_id :operations primary}";

@@ -20,7 +20,7 @@ use uuid::Uuid;
 
 use self::stored::{intent_of, operation_of};
 use self::tx::SqlPhaseTx;
-pub(super) use self::tx::{fence_of, forget, same_times};
+pub(super) use self::tx::{fence_of, same_times};
 use super::records::run_locked;
 use super::{Session, SqlStore, Statement, Transaction, evidence, sql};
 use crate::error::StoreError;

@@ -77,9 +77,6 @@ const SAME_TIMES: &str = "update oncebox.operation as o set \
                      where r.key_digest = o.key_digest and r.operation_id = o.operation_id) \
     where o.operation_id = :id";
 
-/// Finds a row where a person must judge a conflict of the operation first.
-const HAS_CONFLICT: &str = "select 1 from oncebox.operation o where o.operation_id = :id and {piece conflict}";
-
 /// A version as the tables store it; refused where it is larger than an `i32`.
 fn storable(version: u32) -> Result<i32, StoreError> {
     let refused = |_| StoreError::Refused(format!("the version {version} is larger than {}", i32::MAX));
@@ -100,12 +97,6 @@ pub(super) async fn begin_first(
         Begun::Existing(record) => return Ok(Begun::Existing(record)),
         Begun::Locked => return Ok(Begun::Locked),
     };
-    let session = held.session();
-    if let Basis::Anew(seen) = basis
-        && session.rows(sql(HAS_CONFLICT).bind("id", seen.operation_id)).await?.is_empty()
-    {
-        forget(session, seen.operation_id, false).await?;
-    }
     let driven = Driven { operation_id: owned.operation_id, owner: Uuid::now_v7(), epoch: 1 };
     let record = RecordFence { unknown: true, ..RecordFence::from(&owned) };
     let begin = ours(BEGIN, &driven)
@@ -116,7 +107,7 @@ pub(super) async fn begin_first(
         .bind("command", &new.command.bytes[..])
         .bind("kid", new.command.kid.as_deref())
         .bind("lease", new.claim.lease);
-    session.run(begin).await?;
+    held.session().run(begin).await?;
     held.hold().await?;
     Ok(Begun::Claimed(Box::new(SqlPhaseTx { held, driven, record, settled: Settled::default() })))
 }
