@@ -219,7 +219,8 @@ impl ConsumerRow {
 
     /// Makes the row wait again, with no tries counted. Only the first row of a key has a due time
     /// (R25). So this row is due now if no row is before it, and then the next row loses its due
-    /// time, unless it is leased.
+    /// time, unless it is leased. One that is leased is running now: under the policy `skip` a dead
+    /// row holds nothing, so the redriven message may run beside it.
     async fn make_due(
         &self,
         session: &mut dyn Session,
