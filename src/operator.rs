@@ -380,7 +380,7 @@ pub struct ActContext {
     pub reason: String,
     /// Only report what would be done.
     pub dry_run: bool,
-    /// A row of the outbox that has been dead for longer is not redriven with its own id, because
+    /// A row of the outbox that was enqueued longer ago is not redriven with its own id, because
     /// inboxes may have forgotten it. `None`: no limit.
     pub redrive_age_max: Option<Duration>,
 }
