@@ -101,7 +101,7 @@ pub(super) async fn raise_bound(
     below: DbTime,
 ) -> Result<(), StoreError> {
     let below = DateTime::from_timestamp_micros(below.micros);
-    let below = below.ok_or_else(|| StoreError::Refused("the key carries no time of ours".to_owned()))?;
+    let below = below.ok_or_else(|| StoreError::Refused("the time in the key is out of range".to_owned()))?;
     let bound = sql(BOUND).bind("operation", operation.as_str().as_bytes()).bind("at", below);
     session.run(bound).await.map(drop)
 }

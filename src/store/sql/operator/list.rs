@@ -167,7 +167,7 @@ impl Number {
         };
         parsed.ok_or_else(|| {
             StoreError::Refused(format!(
-                "`{text}` is no number of a dead message: use `o17` or `c9`, as `oncebox dead list` shows them"
+                "`{text}` is not the number of a message: use `o17` or `c9`, as `oncebox dead list` shows them"
             ))
         })
     }

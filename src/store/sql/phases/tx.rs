@@ -254,7 +254,7 @@ impl SqlPhaseTx {
 
 async fn missing(held: Box<dyn HeldPhase>, driven: &Driven) -> Result<StoreError, StoreError> {
     held.into_transaction().rollback().await?;
-    Ok(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)))
+    Ok(StoreError::Fenced(format!("there is no operation {} with its record", driven.operation_id)))
 }
 
 #[async_trait]
