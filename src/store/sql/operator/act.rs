@@ -164,9 +164,7 @@ async fn request(
         OperatorAct::RedriveAs { id, payload } => ("redrive", Some(*id), payload.as_deref()),
         OperatorAct::Bury | OperatorAct::Discard => ("discard", None, None),
     };
-    let mut headers = headers.clone();
-    headers.retain(|(name, _)| name != CAUSATION);
-    headers.push((CAUSATION.to_owned(), message.message_id.to_string()));
+    let headers = caused_by(headers, message.message_id.to_string());
     let request = sql(REQUEST)
         .bind("requested", requested)
         .bind("actor", &context.actor)
@@ -175,6 +173,12 @@ async fn request(
         .bind("headers", headers_json(&headers))
         .bind("position", position);
     Ok(session.run(request).await? == 1)
+}
+
+/// Headers that name the id which the message had before.
+fn caused_by<T: Clone>(headers: &[(String, T)], id: T) -> Vec<(String, T)> {
+    let others = headers.iter().filter(|(name, _)| name != CAUSATION).cloned();
+    others.chain([(CAUSATION.to_owned(), id)]).collect()
 }
 
 impl ConsumerRow {
@@ -244,9 +248,7 @@ impl ConsumerRow {
         id: Uuid,
         payload: Option<&[u8]>,
     ) -> Result<Uuid, StoreError> {
-        let mut headers = self.headers.clone();
-        headers.retain(|(name, _)| name != CAUSATION);
-        headers.push((CAUSATION.to_owned(), message.message_id.to_string().into_bytes()));
+        let headers = caused_by(&self.headers, message.message_id.to_string().into_bytes());
         let hash = Uuid::from_bytes(content_hash(
             &message.topic,
             self.key.as_deref(),
