@@ -209,7 +209,7 @@ pub async fn a_conflict_outlives_its_record_until_it_is_judged<F: Fixture>(trial
     for new in [&purged, &used_anew, &in_another_mode] {
         let driven = outstanding(trial, new).await;
         let mut tx = trial.store.begin_phase(&driven).await.unwrap();
-        tx.settle("charge", "failed").await.unwrap();
+        tx.settle("charge", Settled::Failed);
         assert_eq!(tx.finish("SENT", &failed(), &GONE).await.unwrap(), MOVED);
         tx.commit().await.unwrap();
         // This evidence comes from a driver that had lost its lease.

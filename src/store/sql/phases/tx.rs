@@ -11,11 +11,11 @@ use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::operation::port::evidence::StoredEvidence;
 use crate::operation::port::phases::{
-    Driven, FIRST_POINT, Leave, NewIntent, NewOperation, PhaseTx, Run, Settled, end_stage, may_advance, no_record,
-    twice,
+    Driven, FIRST_POINT, Leave, NewIntent, NewOperation, PhaseTx, Run, end_stage, may_advance, no_record, twice,
 };
 use crate::operation::port::{Basis, Begun, Fenced, RecordFence, RunOutcome};
 use crate::operation::rules::flow::Stage;
+use crate::operation::rules::provider::Settled;
 use crate::operation::rules::retention::Retention;
 use crate::store::sql::{Session, Statement, evidence, sql};
 
@@ -24,7 +24,8 @@ pub(super) struct SqlPhaseTx {
     held: Box<dyn HeldPhase>,
     driven: Driven,
     record: RecordFence,
-    settled: Settled,
+    /// What is proven of effects and not written yet.
+    settled: Vec<(String, Settled)>,
 }
 
 const BEGIN: &str = "insert into oncebox.operation (operation_id, epoch, owner, key_digest, flow, flow_version, point, \
@@ -109,30 +110,7 @@ pub(super) async fn begin_first(
         .bind("lease", new.claim.lease);
     held.session().run(begin).await?;
     held.hold().await?;
-    Ok(Begun::Claimed(Box::new(SqlPhaseTx { held, driven, record, settled: Settled::default() })))
-}
-
-/// Deletes the rows of an operation whose key is used anew or forgotten. With `but_late_runs`,
-/// evidence that a late run succeeded stays.
-pub(in crate::store) async fn forget(
-    session: &mut dyn Session,
-    operation_id: Uuid,
-    but_late_runs: bool,
-) -> Result<(), StoreError> {
-    let evidence = if but_late_runs {
-        "delete from oncebox.operation_evidence where operation_id = :id and not (kind = 'run' and verdict = 'success')"
-    } else {
-        "delete from oncebox.operation_evidence where operation_id = :id"
-    };
-    for text in [
-        "delete from oncebox.operation where operation_id = :id",
-        "delete from oncebox.operation_intent where operation_id = :id",
-        evidence,
-        super::UNMARK,
-    ] {
-        session.run(sql(text).bind("id", operation_id)).await?;
-    }
-    Ok(())
+    Ok(Begun::Claimed(Box::new(SqlPhaseTx { held, driven, record, settled: Vec::new() })))
 }
 
 /// Point and epoch of an operation, and the fence of its record.
@@ -201,7 +179,7 @@ impl SqlPhaseTx {
 
     async fn held(mut held: Box<dyn HeldPhase>, driven: &Driven, record: RecordFence) -> Result<Self, StoreError> {
         held.hold().await?;
-        Ok(Self { held, driven: driven.clone(), record, settled: Settled::default() })
+        Ok(Self { held, driven: driven.clone(), record, settled: Vec::new() })
     }
 
     /// Runs the statement that moves the operation, where this is the transaction that the phase
@@ -225,8 +203,8 @@ impl SqlPhaseTx {
         let id = self.driven.operation_id;
         let session = self.held.session();
         session.run(sql(UNMARK).bind("id", id).bind("epoch", self.driven.epoch)).await?;
-        for (effect, outcome) in self.settled.iter() {
-            let settle = sql(SETTLE).bind("id", id).bind("effect", effect).bind("outcome", outcome);
+        for (effect, settled) in &self.settled {
+            let settle = sql(SETTLE).bind("id", id).bind("effect", effect).bind("outcome", settled.as_str());
             if session.run(settle).await? == 0 {
                 return Err(StoreError::Refused(format!("there is no effect `{effect}` to settle")));
             }
@@ -275,8 +253,8 @@ impl PhaseTx for SqlPhaseTx {
         evidence::read(self.held.session(), self.driven.operation_id).await
     }
 
-    async fn settle(&mut self, effect: &str, outcome: &str) -> Result<(), StoreError> {
-        self.settled.add(effect, outcome)
+    fn settle(&mut self, effect: &str, settled: Settled) {
+        self.settled.push((effect.to_owned(), settled));
     }
 
     async fn advance(
