@@ -130,9 +130,8 @@ async fn anew_as<F: Fixture>(trial: &Trial<F>, mode: Mode, key: &str, seen: &Rec
 /// Whatever a key ended with, and whatever the mode of its route is now: nothing of its former
 /// operation is left.
 ///
-/// Shown by: forgetting evidence of completed keys only, or of runs only; forgetting an operation
-/// in phases only where its key runs in phases again; on PostgreSQL, forgetting nothing after the
-/// effects were undone.
+/// Shown by: a claim that keeps the evidence of keys that did not complete; one that keeps an
+/// operation in phases.
 pub async fn o4_nothing_is_left_of_an_operation_whose_key_is_used_anew<F: Fixture>(trial: &Trial<F>) {
     let modes = [Mode::Edge, Mode::Bridged, Mode::Transactional, Mode::Phased];
     for (number, after) in modes.into_iter().enumerate() {
@@ -160,7 +159,7 @@ pub async fn o4_nothing_is_left_of_an_operation_whose_key_is_used_anew<F: Fixtur
     }
 }
 
-/// Evidence that arrives while a conflict is judged was seen by nobody. It stays, and is listed.
+/// Evidence that arrives while a conflict is judged was seen by nobody: it stays, and is listed.
 ///
 /// Shown by: a judgement that deletes all evidence of its operation.
 pub async fn o8_what_arrives_while_a_conflict_is_judged_is_not_judged_with_it<F: Fixture>(trial: &Trial<F>) {

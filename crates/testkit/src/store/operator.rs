@@ -186,6 +186,7 @@ pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_
 
 /// The cost of `status` must not grow with the number of rows: a count stops at 10,000, which means
 /// that number or more. So do the counts of a consumer that is forgotten; it goes all the same.
+/// Shown by: counting its whole inbox; leaving out the pages of its waiting messages.
 pub async fn g11_the_status_counts_no_further_than_its_bound<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("ledger").await;
     trial.park(consumer, &message("dead", "1"), dead(true)).await;
