@@ -391,7 +391,7 @@ pub struct ActContext {
 /// back by itself.
 pub(crate) const CONSUMER_PRESENT: Duration = Duration::from_secs(300);
 
-/// What was deleted with a consumer.
+/// What a consumer had that is forgotten. Each is counted up to 10,000, which means 10,000 or more.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Forgotten {
     /// Messages that waited, were held or dead.

@@ -144,13 +144,13 @@ create table if not exists oncebox_operation_intent (
   first_sent_at   datetime(6)    not null comment 'when the first send was allowed, UTC; the provider window counts from here',
   last_sent_at    datetime(6)    not null comment 'when the last send was allowed, UTC',
   sends           int            not null comment 'sends that were begun',
-  outcome         varchar(16) character set ascii collate ascii_bin null comment 'what is proven: succeeded, failed or not-sent; null: nothing',
+  outcome         varchar(16) character set ascii collate ascii_bin null comment 'what is proven: succeeded or failed; null: nothing',
   settled_at      datetime(6)    null     comment 'when it was proven, UTC',
   primary key (operation_id, effect) comment 'serves: phases and recovery, the intents of one operation',
   unique key operation_intent_provider_key (adapter, provider_key) comment 'serves: no two effects share a key',
   constraint oncebox_operation_intent_strategy check (strategy in ('key', 'query', 'key_and_query', 'none', 'repeatable')),
   constraint oncebox_operation_intent_outcome check
-    ((outcome is null or outcome in ('succeeded', 'failed', 'not-sent')) and (outcome is null) = (settled_at is null)),
+    ((outcome is null or outcome in ('succeeded', 'failed')) and (outcome is null) = (settled_at is null)),
   constraint oncebox_operation_intent_sends check (sends > 0 and last_sent_at >= first_sent_at)
 ) engine = InnoDB default charset = utf8mb4
   comment = 'oncebox: calls of outside providers, committed before the first send; the key of an effect never changes';

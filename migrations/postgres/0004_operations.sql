@@ -285,7 +285,7 @@ create table oncebox.operation_intent (
   constraint operation_intent_provider_key unique (adapter, provider_key),
   constraint operation_intent_strategy check (strategy in ('key', 'query', 'key_and_query', 'none', 'repeatable')),
   constraint operation_intent_outcome check
-    ((outcome is null or outcome in ('succeeded', 'failed', 'not-sent')) and (outcome is null) = (settled_at is null)),
+    ((outcome is null or outcome in ('succeeded', 'failed')) and (outcome is null) = (settled_at is null)),
   constraint operation_intent_sends check (sends > 0 and last_sent_at >= first_sent_at)
 ) with (autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_insert_threshold = 5000, autovacuum_analyze_threshold = 5000, vacuum_truncate = off);
 comment on table oncebox.operation_intent is 'calls of outside providers, committed before the first send; the key of an effect never changes (O5, O7)';
@@ -301,7 +301,7 @@ comment on column oncebox.operation_intent.undoes is 'effect of the same operati
 comment on column oncebox.operation_intent.first_sent_at is 'when the first send was allowed; the provider window counts from here';
 comment on column oncebox.operation_intent.last_sent_at is 'when the last send was allowed';
 comment on column oncebox.operation_intent.sends is 'sends that were begun';
-comment on column oncebox.operation_intent.outcome is 'what is proven: succeeded, failed or not-sent; null: nothing';
+comment on column oncebox.operation_intent.outcome is 'what is proven: succeeded or failed; null: nothing';
 comment on column oncebox.operation_intent.settled_at is 'when it was proven';
 comment on index oncebox.operation_intent_pkey is 'serves phases and recovery: the intents of one operation';
 comment on index oncebox.operation_intent_provider_key is 'serves the promise that no two effects share a key';

@@ -134,7 +134,7 @@ create table oncebox_operation_intent (
     settled_at      integer,                           -- when it was proven
     primary key (operation_id, effect),
     check (strategy in ('key', 'query', 'key_and_query', 'none', 'repeatable')),
-    check ((outcome is null or outcome in ('succeeded', 'failed', 'not-sent')) and (outcome is null) = (settled_at is null)),
+    check ((outcome is null or outcome in ('succeeded', 'failed')) and (outcome is null) = (settled_at is null)),
     check (sends > 0 and last_sent_at >= first_sent_at)
 );
 

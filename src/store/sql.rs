@@ -47,6 +47,8 @@ pub(in crate::store) mod audit;
 pub(in crate::store) mod evidence;
 #[cfg(feature = "operations")]
 mod expiry;
+#[cfg(feature = "operations")]
+pub(in crate::store) mod forgotten;
 mod history;
 pub(in crate::store) mod inbox;
 #[cfg(feature = "operations")]
@@ -114,7 +116,6 @@ pub(in crate::store) enum Value {
     Ints(Vec<i64>),
     Ids(Vec<Uuid>),
     ManyBytes(Vec<Vec<u8>>),
-    Texts(Vec<String>),
     /// A list of [`Value::Foreign`], in hexadecimal where these are bytes.
     Foreigns(Vec<String>),
 }
@@ -142,7 +143,7 @@ impl Value {
             Self::Ints(list) => !list.is_empty(),
             Self::Ids(list) => !list.is_empty(),
             Self::ManyBytes(list) => !list.is_empty(),
-            Self::Texts(list) | Self::Foreigns(list) => !list.is_empty(),
+            Self::Foreigns(list) => !list.is_empty(),
             Self::Headers(list) => !list.is_empty(),
         }
     }
@@ -156,7 +157,6 @@ impl Value {
             Self::Ints(list) => serde_json::json!(list).to_string(),
             Self::Ids(list) => serde_json::json!(hexes(&mut list.iter().map(|id| &id.as_bytes()[..]))).to_string(),
             Self::ManyBytes(list) => serde_json::json!(hexes(&mut list.iter().map(Vec::as_slice))).to_string(),
-            Self::Texts(list) => serde_json::json!(list).to_string(),
             _ => return None,
         })
     }
@@ -225,7 +225,6 @@ lists_from! {
     i64 => Ints;
     Uuid => Ids;
     Vec<u8> => ManyBytes;
-    String => Texts;
 }
 
 /// A text with the values that are bound to it.

@@ -46,6 +46,10 @@ pub(crate) enum KeysCommand {
     },
     /// Forget keys that have their outcome, and record how far, so that a late retry of a timed key
     /// is recognised
+    ///
+    /// A route that judges ages then takes each key of the operation that is older than a purged
+    /// one, and has no record, for expired. This is also true of a first request that is still on
+    /// its way, so purge no young keys.
     Purge {
         /// Hashes that `keys list` shows
         #[arg(value_name = "HASH", conflicts_with_all = ["tenant", "operation", "state", "older_than", "limit", "all"])]

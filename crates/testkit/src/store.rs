@@ -359,6 +359,7 @@ macro_rules! store_conformance {
             redrive: [
                 r31_a_message_with_a_new_id_is_redriven_again_under_that_id,
                 what_stands_behind_a_dead_message_counts_no_dead_ones,
+                a_message_before_a_dead_one_of_its_key_waits_and_is_not_held,
                 r25_after_a_redrive_only_the_first_of_its_key_is_due,
                 r31_what_was_refused_and_failed_since_is_dead_by_its_failure,
             ];
@@ -415,6 +416,8 @@ macro_rules! store_conformance {
                 o9_a_parked_operation_waits_for_an_operator,
                 o3_what_is_recovered_late_is_remembered_from_its_outcome,
                 o4_a_key_used_anew_gets_a_new_operation,
+                o4_nothing_is_left_of_an_operation_whose_key_is_used_anew,
+                o8_what_arrives_while_a_conflict_is_judged_is_not_judged_with_it,
                 a_conflict_outlives_its_record_until_it_is_judged,
                 o22_the_deployment_is_the_databases,
             ];

@@ -429,8 +429,7 @@ impl Driver {
             tx.rollback().await?;
             return Ok(Next::Again);
         };
-        let outcome = if settled == provider::Settled::Succeeded { "succeeded" } else { "failed" };
-        tx.settle(effect.name, outcome).await?;
+        tx.settle(effect.name, settled);
         self.advance(tx, point, &effect.settled, Stage::Settled).await
     }
 

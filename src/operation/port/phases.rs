@@ -41,11 +41,11 @@ use crate::error::StoreError;
 use crate::inbox::port::{Proof, of_type};
 use crate::operation::port::evidence::{NewEvidence, Sealed, StoredEvidence};
 use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, Operations, RunOutcome};
+use crate::operation::rules::Identity;
 use crate::operation::rules::delivery::Delivery;
 use crate::operation::rules::flow::Stage;
-use crate::operation::rules::provider::Verdict;
+use crate::operation::rules::provider::{Settled, Verdict};
 use crate::operation::rules::retention::Retention;
-use crate::operation::rules::{Identity, provider};
 use crate::time::db_time::DbTime;
 
 /// The point of an operation until its first phase is committed. The first phase gives it as `from`
@@ -151,7 +151,7 @@ impl StoredOperation {
             of_it.filter(|row| row.evidence.verdict == "not-sent").map(|row| row.evidence.send).collect();
         let not_sent = u32::try_from(not_sent.len()).unwrap_or(u32::MAX);
         // An operator who ends the operation leaves its effect without an outcome of its own.
-        let settled = intent.settled().or((self.stage == Stage::Succeeded).then_some(provider::Settled::Succeeded));
+        let settled = intent.settled().or((self.stage == Stage::Succeeded).then_some(Settled::Succeeded));
         let given_up = self.parked.is_some() || self.stage == Stage::Failed;
         Some(Delivery::of(settled, given_up, intent.sends.saturating_sub(not_sent)))
     }
@@ -187,15 +187,15 @@ pub struct StoredIntent {
     pub last_sent_at: DbTime,
     /// How many sends have begun, by any driver.
     pub sends: u32,
-    /// `succeeded`, `failed` or `not-sent` once it is proven.
+    /// `succeeded` or `failed` once it is proven.
     pub outcome: Option<String>,
 }
 
 impl StoredIntent {
-    /// What is proven of the effect; none while it is open. One that was not sent counts as failed.
-    pub(crate) fn settled(&self) -> Option<provider::Settled> {
+    /// What is proven of the effect; none while it is open.
+    pub(crate) fn settled(&self) -> Option<Settled> {
         let outcome = self.outcome.as_deref()?;
-        Some(if outcome == "succeeded" { provider::Settled::Succeeded } else { provider::Settled::Failed })
+        Some(if outcome == Settled::Succeeded.as_str() { Settled::Succeeded } else { Settled::Failed })
     }
 }
 
@@ -293,25 +293,6 @@ pub(crate) fn end_stage(outcome: &RunOutcome) -> Result<Stage, StoreError> {
         RunOutcome::FailedRetryable { .. } | RunOutcome::Unknown => {
             Err(StoreError::Refused("an operation in phases ends with what it did, or with a failure".to_owned()))
         }
-    }
-}
-
-/// The outcomes of effects that a phase has proven and not written yet.
-#[derive(Debug, Default)]
-pub(crate) struct Settled(Vec<(String, &'static str)>);
-
-impl Settled {
-    /// Adds the outcome of an effect; refuses a word that the table does not know.
-    pub(crate) fn add(&mut self, effect: &str, outcome: &str) -> Result<(), StoreError> {
-        let known = ["succeeded", "failed", "not-sent"].into_iter().find(|word| *word == outcome);
-        let known = known.ok_or_else(|| StoreError::Refused(format!("`{outcome}` is no outcome of an effect")))?;
-        self.0.push((effect.to_owned(), known));
-        Ok(())
-    }
-
-    /// Each effect with its outcome: `succeeded`, `failed` or `not-sent`.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (&str, &'static str)> {
-        self.0.iter().map(|(effect, outcome)| (effect.as_str(), *outcome))
     }
 }
 
@@ -479,12 +460,9 @@ pub trait PhaseTx: Debug + Send {
     /// reads what it decides from (O8).
     async fn evidence(&mut self) -> Result<Vec<StoredEvidence>, StoreError>;
 
-    /// Records what is proven of an effect: `succeeded`, `failed` or `not-sent`. It is written when
-    /// the phase moves on, under the same proof and fence.
-    ///
-    /// # Errors
-    /// [`StoreError::Refused`] for any other word.
-    async fn settle(&mut self, effect: &str, outcome: &str) -> Result<(), StoreError>;
+    /// Records what is proven of an effect. It is written when the phase moves on, under the same
+    /// proof and fence.
+    fn settle(&mut self, effect: &str, settled: Settled);
 
     /// Moves from point `from` to `to`, at this stage, with these intents (their first send counts
     /// as begun). Call it once, then commit. [`Fenced::LostOwnership`]: roll back. The `Fenced`

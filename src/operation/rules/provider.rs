@@ -114,6 +114,16 @@ pub enum Settled {
     Failed,
 }
 
+impl Settled {
+    /// The word in the table of intents.
+    pub(crate) fn as_str(self) -> &'static str {
+        match self {
+            Self::Succeeded => "succeeded",
+            Self::Failed => "failed",
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
     Settle(Settled),

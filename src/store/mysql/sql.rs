@@ -65,9 +65,7 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, MySql, MyS
             query.bind(Value::ManyBytes(list).as_json_list())
         }
         Value::Span(value) => query.bind(value.map(micros_of)),
-        list @ (Value::Ints(_) | Value::Ids(_) | Value::ManyBytes(_) | Value::Texts(_)) => {
-            query.bind(list.as_json_list())
-        }
+        list @ (Value::Ints(_) | Value::Ids(_) | Value::ManyBytes(_)) => query.bind(list.as_json_list()),
     }))
 }
 

@@ -81,7 +81,6 @@ fn bound(statement: &Statement) -> Result<sqlx::query::Query<'static, Postgres, 
         Value::Ints(list) => query.bind(list.clone()),
         Value::Ids(list) => query.bind(list.clone()),
         Value::ManyBytes(list) => query.bind(list.clone()),
-        Value::Texts(list) => query.bind(list.clone()),
         Value::Foreigns(list) => query.bind(list.iter().map(|text| stored(text)).collect::<Vec<_>>()),
     }))
 }

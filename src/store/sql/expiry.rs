@@ -50,7 +50,8 @@ const OUTLIVING: &str = "select r.operation_id from {each idempotency_request r 
 
 const DELETE_RECORDS: &str = "delete {my: r }from {each idempotency_request r bytes key_digest :digests primary}";
 const DELETE_BODIES: &str = "delete {my: b }from {each idempotency_body b bytes key_digest :digests primary}";
-const DELETE_EVIDENCE: &str = "delete {my: e }from {each operation_evidence e ints evidence_id :rows primary}";
+pub(super) const DELETE_EVIDENCE: &str =
+    "delete {my: e }from {each operation_evidence e ints evidence_id :rows primary}";
 const DELETE_OPERATIONS: &str = "delete {my: o }from {each operation o ids operation_id :operations primary}";
 const DELETE_INTENTS: &str = "delete {my: i }from {each operation_intent i ids operation_id :operations primary}";
 const DELETE_PHASES: &str = "delete {my: p }from {each operation_phase p ids operation_id :operations primary}";
@@ -100,7 +101,7 @@ pub(super) async fn raise_bound(
     below: DbTime,
 ) -> Result<(), StoreError> {
     let below = DateTime::from_timestamp_micros(below.micros);
-    let below = below.ok_or_else(|| StoreError::Refused("the key carries no time of ours".to_owned()))?;
+    let below = below.ok_or_else(|| StoreError::Refused("the time in the key is out of range".to_owned()))?;
     let bound = sql(BOUND).bind("operation", operation.as_str().as_bytes()).bind("at", below);
     session.run(bound).await.map(drop)
 }

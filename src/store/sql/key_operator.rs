@@ -9,9 +9,10 @@ use uuid::Uuid;
 
 use super::audit::Act;
 use super::evidence::append;
-use super::phases::{fence_of, follow, forget, lock, read, same_times};
+use super::forgotten::{forget_evidence, forget_operation};
+use super::phases::{fence_of, follow, lock, read, same_times};
 use super::records::{KeyStore, OutcomeTransaction};
-use super::{Session, Transaction, live, records, sql};
+use super::{Session, Transaction, expiry, live, records, sql};
 use crate::error::StoreError;
 use crate::operation::port::phases::{Phases, StoredOperation, no_record};
 use crate::operation::port::{Fenced, RecordFence};
@@ -55,6 +56,8 @@ const ORPHANS: &str = "select distinct e.operation_id from oncebox.operation_evi
       and not exists (select 1 from oncebox.idempotency_request r where r.operation_id = e.operation_id \
             and r.state not in ('FAILED_REPLAYABLE', 'FAILED_RETRYABLE')) \
       {if only: and e.operation_id = :only} order by e.operation_id limit :limit";
+
+const EVIDENCE_ROWS: &str = "select evidence_id from oncebox.operation_evidence where operation_id = :id";
 
 const RECORD_OF: &str = "select key_digest, state from oncebox.idempotency_request where operation_id = :operation";
 
@@ -132,6 +135,9 @@ impl<S: KeyStore + Phases> KeyOperator for S {
     async fn judge(&self, operation_id: Uuid, context: &ActContext) -> Result<(), StoreError> {
         let mut transaction = self.begin_sql().await?;
         let session = transaction.session();
+        // Only evidence that is listed before the judgement is deleted after it: what arrives
+        // between the two is not judged.
+        let rows: Vec<i64> = session.column(sql(EVIDENCE_ROWS).bind("id", operation_id)).await?;
         let seen = read(session, operation_id).await?;
         if seen.is_none() {
             if orphans(session, Some(operation_id), 1).await?.is_empty() {
@@ -146,7 +152,10 @@ impl<S: KeyStore + Phases> KeyOperator for S {
         match word.filter(|_| seen.as_ref().is_some_and(|seen| seen.identity.is_some())) {
             Some(word) => append(session, &word).await?,
             // Its record is gone, so no purge would delete its rows later.
-            None => forget(session, operation_id, false).await?,
+            None => {
+                forget_operation(session, operation_id).await?;
+                session.run(sql(expiry::DELETE_EVIDENCE).bind("rows", rows)).await?;
+            }
         }
         end(transaction, Fenced::Done, judged(operation_id, seen.as_ref()), context).await.map(drop)
     }
@@ -167,7 +176,7 @@ impl<S: KeyStore + Phases> KeyOperator for S {
                 if let (Fenced::Done, Some(at)) = (fenced, seen.identity.key().time()) {
                     // The bound is exclusive, so it is just above the time in the key.
                     let above = DbTime::from_millis(at.millis() + 1);
-                    super::expiry::raise_bound(transaction.session(), seen.identity.operation(), above).await?;
+                    expiry::raise_bound(transaction.session(), seen.identity.operation(), above).await?;
                 }
                 fenced
             }
@@ -214,7 +223,8 @@ async fn forget_key(session: &mut dyn Session, seen: &Record, against_evidence: 
     let fenced = Fenced::rows(session.run(delete).await?);
     if fenced == Fenced::Done {
         session.run(sql(FORGET_BODIES).bind("digest", &digest[..])).await?;
-        forget(session, seen.operation_id, asks_runs).await?;
+        forget_operation(session, seen.operation_id).await?;
+        forget_evidence(session, seen.operation_id, asks_runs).await?;
     }
     Ok(fenced)
 }

@@ -17,7 +17,8 @@ use crate::inbox::port::waiting::{LEASE_END_MAX, RowLease};
 use crate::operator::COUNTED_MAX;
 use crate::time::bound::LONGEST;
 
-/// E-mails that may be leased. On SQLite each of the two conditions is a query of its own, which
+/// E-mails that may be leased; with `locks`, of those that no other transaction has locked. On
+/// SQLite each of the two conditions is a query of its own, which
 /// reads only a part of the index; with `or` all pending rows would be read.
 pub(in crate::store) const DUE: &str = "\
     select e.email_id, e.unique_key, e.recipient, e.subject, e.body, e.attempts \
@@ -27,7 +28,7 @@ pub(in crate::store) const DUE: &str = "\
       {lite: e.email_id in (select email_id from oncebox.email where state = 'pending' and due_at <= {now} \
          union all select email_id from oncebox.email \
            where state = 'pending' and lease is not null and due_at > {now} + {span :lease_max})} \
-     order by e.due_at, e.email_id limit :limit {lock free}";
+     order by e.due_at, e.email_id limit :limit {if locks: {lock free}}";
 
 const LEASE: &str = "update oncebox.email set lease = :lease, attempts = attempts + 1, due_at = {now} + {span :length} \
     where email_id = :email";
@@ -83,7 +84,7 @@ async fn lease(store: &dyn SqlStore, limit: usize, lease: &RowLease) -> Result<V
     let mut transaction = store.begin_sql().await?;
     let session = transaction.session();
     let mut emails = Vec::new();
-    for row in session.rows(due(limit)).await? {
+    for row in session.rows(due(limit).bind("locks", true)).await? {
         let attempt: u32 = row.get(5)?;
         emails.push(EmailToSend {
             email_id: row.get(0)?,

@@ -20,7 +20,7 @@ use uuid::Uuid;
 
 use self::stored::{intent_of, operation_of};
 use self::tx::SqlPhaseTx;
-pub(super) use self::tx::{fence_of, forget, same_times};
+pub(super) use self::tx::{fence_of, same_times};
 use super::records::run_locked;
 use super::{Session, SqlStore, Statement, Transaction, evidence, sql};
 use crate::error::StoreError;
@@ -138,15 +138,16 @@ use is_ours;
 /// can (R22). On PostgreSQL the next statement sees what the other transaction committed.
 const LOCK: &str = "select o.epoch from oncebox.operation o where o.operation_id = :id {lock}";
 
-/// Operations that are due, the longest due first. Rows that another transaction has locked are
-/// skipped. The statement that takes a row checks its conditions again.
+/// Operations that are due, the longest due first. With `locks` it locks their rows, and skips
+/// those of which another transaction has the lock. The statement that takes a row checks its
+/// conditions again.
 const DUE: &str = concat!(
     "select o.operation_id, o.epoch from oncebox.operation o {my: force index (operation_due)} \
       where o.flow = :flow and o.due_at <= {now} and o.flow_version {in ints :versions} and ",
     is_free!(),
     " {if tenants: and not (coalesce((select r.tenant from oncebox.idempotency_request r \
         where r.key_digest = o.key_digest), {pg my: ''}{lite: x''}) {in bytes :tenants})} \
-      order by o.due_at limit :limit {lock free}"
+      order by o.due_at limit :limit {if locks: {lock free}}"
 );
 
 /// Takes up a free operation. Where an owner is still named, its lease ended under it, which counts
@@ -256,7 +257,7 @@ impl<S: PhaseStore + Operations> Phases for S {
         if self.reader().await?.rows(due(flow, versions, 1, but)).await?.is_empty() {
             return Ok(Vec::new());
         }
-        take_due(self, due(flow, versions, limit, but), lease).await
+        take_due(self, due(flow, versions, limit, but).bind("locks", true), lease).await
     }
 
     async fn drive_on(&self, driven: &Driven, lease: Duration) -> Result<Fenced, StoreError> {

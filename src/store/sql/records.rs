@@ -12,6 +12,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use uuid::Uuid;
 
+use super::forgotten::Former;
 use super::{Row, Session, SqlStore, Statement, Transaction, evidence, expiry, live, sql};
 use crate::error::StoreError;
 use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
@@ -371,10 +372,16 @@ pub(in crate::store) async fn stake(
     basis: Basis<'_>,
     owned: &Owned,
 ) -> Result<bool, StoreError> {
-    match renewal(claim, basis, owned) {
-        Some(renewal) => Ok(session.run(renewal).await? == 1),
-        None => is_inserted(session.run(insertion(claim, State::InProgress, owned).bind("at_once", true)).await),
+    let Some(renewal) = renewal(claim, basis, owned) else {
+        return is_inserted(session.run(insertion(claim, State::InProgress, owned).bind("at_once", true)).await);
+    };
+    if session.run(renewal).await? == 0 {
+        return Ok(false);
     }
+    if let Some(former) = Former::of(basis) {
+        former.forget(session).await?;
+    }
+    Ok(true)
 }
 
 /// Keeps the promises of [`Operations::insert_unknown`](crate::operation::port::Operations).
@@ -399,7 +406,9 @@ async fn renew(
         transaction.rollback().await?;
         return Ok(false);
     }
-    forget_runs(session, basis).await?;
+    if let Some(former) = Former::of(basis) {
+        former.forget(session).await?;
+    }
     transaction.commit().await?;
     Ok(true)
 }
@@ -548,17 +557,5 @@ async fn open(
             return Ok(found);
         }
         room = u32::try_from(unreadable.len()).unwrap_or(u32::MAX).saturating_mul(2);
-    }
-}
-
-/// Where a completed key is used anew, deletes the evidence of its late runs: it agrees with the
-/// outcome, so there is no conflict to keep.
-async fn forget_runs(session: &mut dyn Session, basis: Basis<'_>) -> Result<(), StoreError> {
-    const FORGET: &str = "delete from oncebox.operation_evidence where operation_id = :operation and kind = 'run'";
-    match basis {
-        Basis::Anew(seen) if seen.state == State::Completed => {
-            session.run(sql(FORGET).bind("operation", seen.operation_id)).await.map(drop)
-        }
-        _ => Ok(()),
     }
 }

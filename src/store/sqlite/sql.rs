@@ -60,15 +60,13 @@ fn bound(statement: &Statement) -> Result<Query<'static, Sqlite, SqliteArguments
         Value::Text(value) | Value::Foreign(value) | Value::Name(value) => query.bind(value.clone()),
         Value::SentAt(value) => query.bind(value.map(wire::format_time)),
         Value::Headers(headers) => query.bind(arrived_to_json(headers)),
-        Value::Foreigns(list) => query.bind(Value::Texts(list.clone()).as_json_list()),
+        Value::Foreigns(list) => query.bind(serde_json::json!(list).to_string()),
         Value::Id(value) => query.bind(*value),
         Value::RowId(value) => query.bind(value.map(|id| id.to_string())),
         Value::Bytes(value) => query.bind(value.clone()),
         Value::Time(value) => query.bind(value.map(|time| time.timestamp_millis())),
         Value::Span(value) => query.bind(value.map(millis)),
-        list @ (Value::Ints(_) | Value::Ids(_) | Value::ManyBytes(_) | Value::Texts(_)) => {
-            query.bind(list.as_json_list())
-        }
+        list @ (Value::Ints(_) | Value::Ids(_) | Value::ManyBytes(_)) => query.bind(list.as_json_list()),
     }))
 }
 

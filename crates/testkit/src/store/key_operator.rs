@@ -215,11 +215,11 @@ pub async fn o8_operations_are_found_by_every_filter_and_conflicts_are_seen<F: F
     trial.store.observe(&observed(&undone, "success")).await.unwrap();
     let refund = NewIntent { undoes: Some("charge".to_owned()), ..intent("refund", "refund-undone") };
     let mut tx = trial.store.begin_phase(&undone).await.unwrap();
-    tx.settle("charge", "succeeded").await.unwrap();
+    tx.settle("charge", Settled::Succeeded);
     assert_eq!(tx.advance("SENT", "REFUND", Stage::Outstanding, &[refund]).await.unwrap(), MOVED);
     tx.commit().await.unwrap();
     let mut tx = trial.store.begin_phase(&undone).await.unwrap();
-    tx.settle("refund", "succeeded").await.unwrap();
+    tx.settle("refund", Settled::Succeeded);
     assert_eq!(tx.finish("REFUND", &failed(), &KEPT).await.unwrap(), MOVED);
     tx.commit().await.unwrap();
     let stored_undone = stored(trial, &undone).await;
@@ -297,10 +297,10 @@ async fn ended<F: Fixture>(trial: &Trial<F>, key: &str, (strategy, outcome, undo
     }
     let mut tx = trial.store.begin_phase(&driven).await.unwrap();
     if undone {
-        tx.settle("refund", "succeeded").await.unwrap();
+        tx.settle("refund", Settled::Succeeded);
     }
     if let Some(outcome) = outcome {
-        tx.settle("charge", outcome).await.unwrap();
+        tx.settle("charge", outcome);
     }
     let end = if stage == Stage::Succeeded { completed() } else { failed() };
     assert_eq!(tx.finish(if undone { "REFUND" } else { "SENT" }, &end, &KEPT).await.unwrap(), MOVED);
@@ -308,7 +308,7 @@ async fn ended<F: Fixture>(trial: &Trial<F>, key: &str, (strategy, outcome, undo
     driven
 }
 
-type Shape = (&'static str, Option<&'static str>, bool, Stage);
+type Shape = (&'static str, Option<Settled>, bool, Stage);
 
 /// The list of conflicts, which are kept until a person has judged them, agrees with the pure
 /// functions: for all combinations of up to three answers about an effect, and for each way in
@@ -320,7 +320,7 @@ pub async fn the_list_of_conflicts_is_what_the_evidence_says<F: Fixture>(trial: 
     let (table, from) = (trial.table("operation_evidence"), trial.table("operation"));
     let mut shapes: Vec<Shape> = Vec::new();
     for strategy in ["key_and_query", "repeatable"] {
-        for outcome in [None, Some("succeeded"), Some("failed")] {
+        for outcome in [None, Some(Settled::Succeeded), Some(Settled::Failed)] {
             for undone in [false, true] {
                 shapes.extend([Stage::Succeeded, Stage::Failed].map(|stage| (strategy, outcome, undone, stage)));
             }
@@ -329,13 +329,13 @@ pub async fn the_list_of_conflicts_is_what_the_evidence_says<F: Fixture>(trial: 
     // Keeps the shapes that differ in their evidence. Undone, repeatable or open effects matter
     // only where an effect may stand.
     shapes.retain(|(strategy, outcome, undone, stage)| {
-        (*stage == Stage::Failed && *outcome == Some("succeeded")) || (*strategy == "key_and_query" && !undone)
+        (*stage == Stage::Failed && *outcome == Some(Settled::Succeeded)) || (*strategy == "key_and_query" && !undone)
     });
     let mut operations = Vec::new();
     for (number, shape) in shapes.iter().enumerate() {
         let driven = ended(trial, &format!("shape{number}"), *shape).await;
         let (strategy, outcome, undone, stage) = *shape;
-        let happened = outcome == Some("succeeded");
+        let happened = outcome == Some(Settled::Succeeded);
         let stands = stage == Stage::Failed && happened && strategy != "repeatable" && !undone;
         operations.push((driven.operation_id, *shape, stands));
     }
@@ -377,7 +377,7 @@ pub async fn the_list_of_conflicts_is_what_the_evidence_says<F: Fixture>(trial: 
         });
         let evidence = Evidence::of(proofs);
         let expected = operations.iter().filter(|(_, (_, outcome, _, stage), stands)| {
-            let succeeded = outcome.map_or(*stage == Stage::Succeeded, |outcome| outcome == "succeeded");
+            let succeeded = outcome.map_or(*stage == Stage::Succeeded, |outcome| outcome == Settled::Succeeded);
             *stands || evidence.contradicts(if succeeded { Settled::Succeeded } else { Settled::Failed })
         });
         let mut expected: Vec<Uuid> = expected.map(|(id, ..)| *id).collect();
@@ -557,7 +557,7 @@ pub async fn an_operation_does_not_fail_while_an_effect_of_it_stands<F: Fixture>
             let half = stored(trial, &driven).await;
             assert!(is_refused(&trial.store.resolve(&half, &failure, true, false, &really()).await), "not undone yet");
             let mut tx = trial.store.begin_phase(&driven).await.unwrap();
-            tx.settle("refund", "succeeded").await.unwrap();
+            tx.settle("refund", Settled::Succeeded);
             assert_eq!(tx.advance("REFUND", "REFUNDED", Stage::Settled, &[]).await.unwrap(), MOVED);
             tx.commit().await.unwrap();
         }

@@ -6,12 +6,15 @@ use std::time::Duration;
 use uuid::Uuid;
 
 use super::key_operator::{conflicts, really};
-use super::keys::{ENDED, GONE, KEPT, LONG, PATIENCE, completed, failed, over, record};
+use super::keys::{ENDED, GONE, KEPT, LONG, PATIENCE, claim, completed, failed, over, record, retryable, run};
 use super::phases::{AT_ONCE, MOVED, end, new_operation, observed, outstanding, run_ended, stored};
 use super::trial::{eventually, moved};
 use super::{Fixture, Trial};
-use oncebox::operation::{OperationName, Stage, State};
-use oncebox::store::{Basis, Begun, FIRST_POINT, Fenced, KeyOperator, Keys, Phases, Taken};
+use oncebox::operation::provider::Settled;
+use oncebox::operation::{Mode, OperationName, Record, Stage, State};
+use oncebox::store::{
+    Basis, Begun, FIRST_POINT, Fenced, KeyOperator, Keys, NewEvidence, Operations, Operator, Phases, Proof, Taken,
+};
 
 /// No worker takes a parked operation, and its key shows that it is parked. Its stage is UNKNOWN,
 /// and its record UNKNOWN_REQUIRES_RECOVERY.
@@ -101,6 +104,98 @@ pub async fn o4_a_key_used_anew_gets_a_new_operation<F: Fixture>(trial: &Trial<F
     assert!(trial.store.body(&found).await.unwrap().is_some(), "the body of the new run");
 }
 
+/// Uses a key anew in this mode, and commits.
+async fn anew_as<F: Fixture>(trial: &Trial<F>, mode: Mode, key: &str, seen: &Record) {
+    let (again, basis) = (claim(mode, key, 1), Basis::Anew(seen));
+    match mode {
+        Mode::Phased => match trial.store.begin_first(&new_operation(key, LONG), basis, PATIENCE).await.unwrap() {
+            Begun::Claimed(mut tx) => {
+                assert_eq!(tx.advance(FIRST_POINT, "LOCAL", Stage::Local, &[]).await.unwrap(), MOVED);
+                tx.commit().await.unwrap();
+            }
+            other => panic!("{key}: {other:?}"),
+        },
+        Mode::Transactional => match trial.store.begin_operation(&again, basis, PATIENCE).await.unwrap() {
+            Begun::Claimed(mut tx) => {
+                assert_eq!(tx.undo_effects().await.unwrap(), Proof::Same);
+                assert_eq!(tx.complete(Vec::new(), &completed(), &KEPT).await.unwrap(), Proof::Same);
+                tx.commit().await.unwrap();
+            }
+            other => panic!("{key}: {other:?}"),
+        },
+        _ => assert!(trial.store.claim(&again, basis).await.unwrap().is_some(), "{key}"),
+    }
+}
+
+/// Whatever a key ended with, and whatever the mode of its route is now: nothing of its former
+/// operation is left.
+///
+/// Shown by: a claim that keeps the evidence of keys that did not complete; one that keeps an
+/// operation in phases.
+pub async fn o4_nothing_is_left_of_an_operation_whose_key_is_used_anew<F: Fixture>(trial: &Trial<F>) {
+    let modes = [Mode::Edge, Mode::Bridged, Mode::Transactional, Mode::Phased];
+    for (number, after) in modes.into_iter().enumerate() {
+        for (name, outcome) in [("completed", completed()), ("failed", failed()), ("retryable", retryable())] {
+            let key = format!("{name}-{number}");
+            let first = claim(Mode::Edge, &key, 1);
+            let owner = run(trial, &first, &outcome, &ENDED).await;
+            let said = run_ended(owner.operation_id, "indefinite");
+            trial.store.observe_run(&said).await.unwrap();
+            trial.store.observe_run(&NewEvidence { kind: "operator".to_owned(), ..said }).await.unwrap();
+            let seen = over(trial, &first).await;
+            anew_as(trial, after, &key, &seen).await;
+            assert_eq!(trial.rows("operation_evidence").await, 0, "{key} {after}");
+        }
+        let key = format!("phased-{number}");
+        let first = new_operation(&key, LONG);
+        let driven = outstanding(trial, &first).await;
+        trial.store.observe(&observed(&driven, "success")).await.unwrap();
+        end(trial, &driven, "SENT", &completed(), &ENDED).await;
+        let seen = over(trial, &first.claim).await;
+        anew_as(trial, after, &key, &seen).await;
+        assert_eq!(trial.store.operation(driven.operation_id).await.unwrap(), None, "{after}");
+        let left = (trial.rows("operation_intent").await, trial.rows("operation_evidence").await);
+        assert_eq!(left, (0, 0), "{after}");
+    }
+}
+
+/// Evidence that arrives while a conflict is judged was seen by nobody: it stays, and is listed.
+///
+/// Shown by: a judgement that deletes all evidence of its operation.
+pub async fn o8_what_arrives_while_a_conflict_is_judged_is_not_judged_with_it<F: Fixture>(trial: &Trial<F>) {
+    if !F::CONCURRENT_WRITERS {
+        return;
+    }
+    let new = new_operation("k", LONG);
+    let driven = outstanding(trial, &new).await;
+    end(trial, &driven, "SENT", &failed(), &GONE).await;
+    trial.store.observe(&observed(&driven, "success")).await.unwrap();
+    let (id, operation) = (driven.operation_id, new.claim.identity.operation());
+    eventually("it is purged", || async {
+        (trial.store.purge_keys(operation, &GONE, Duration::ZERO, 100).await.unwrap() == 1).then_some(())
+    })
+    .await;
+    assert_eq!(conflicts(trial).await, (vec![id], vec![]));
+    let mut other = trial.begin().await;
+    let lock = format!("update {} set attempts = attempts + 1", trial.table("operation"));
+    F::run(&mut other, &lock).await.unwrap();
+    let arrives = async {
+        eventually("the judgement waits", || async {
+            let waits = trial.store.lock_waits(Duration::ZERO).await.unwrap();
+            (!waits.is_empty()).then_some(())
+        })
+        .await;
+        trial.store.observe(&observed(&driven, "success")).await.unwrap();
+        other.rollback().await.unwrap();
+    };
+    let (judged, ()) = futures_util::future::join(trial.store.judge(id, &really()), arrives).await;
+    judged.unwrap();
+    assert_eq!(trial.store.operation(id).await.unwrap(), None);
+    assert_eq!(conflicts(trial).await, (vec![], vec![id]));
+    trial.store.judge(id, &really()).await.unwrap();
+    assert_eq!(conflicts(trial).await, (vec![], vec![]));
+}
+
 /// The provider took the money, and the operation ended as failed. Neither the purge nor a client
 /// that uses the key anew removes the evidence before a person has judged it.
 ///
@@ -108,11 +203,12 @@ pub async fn o4_a_key_used_anew_gets_a_new_operation<F: Fixture>(trial: &Trial<F
 pub async fn a_conflict_outlives_its_record_until_it_is_judged<F: Fixture>(trial: &Trial<F>) {
     let operation: OperationName = "create_payment".parse().unwrap();
     let (purged, used_anew) = (new_operation("purged", LONG), new_operation("anew", LONG));
+    let in_another_mode = new_operation("another-mode", LONG);
     let mut ids = Vec::new();
-    for new in [&purged, &used_anew] {
+    for new in [&purged, &used_anew, &in_another_mode] {
         let driven = outstanding(trial, new).await;
         let mut tx = trial.store.begin_phase(&driven).await.unwrap();
-        tx.settle("charge", "failed").await.unwrap();
+        tx.settle("charge", Settled::Failed);
         assert_eq!(tx.finish("SENT", &failed(), &GONE).await.unwrap(), MOVED);
         tx.commit().await.unwrap();
         // This evidence comes from a driver that had lost its lease.
@@ -125,6 +221,8 @@ pub async fn a_conflict_outlives_its_record_until_it_is_judged<F: Fixture>(trial
         panic!("not claimed anew")
     };
     tx.commit().await.unwrap();
+    let seen = over(trial, &in_another_mode.claim).await;
+    anew_as(trial, Mode::Edge, "another-mode", &seen).await;
     eventually("it is purged", || async {
         (trial.store.purge_keys(&operation, &GONE, Duration::ZERO, 100).await.unwrap() == 1).then_some(())
     })

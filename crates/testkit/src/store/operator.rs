@@ -185,7 +185,8 @@ pub async fn what_is_held_and_what_waits_is_listed_with_its_reason_and_its_next_
 }
 
 /// The cost of `status` must not grow with the number of rows: a count stops at 10,000, which means
-/// that number or more.
+/// that number or more. So do the counts of a consumer that is forgotten; it goes all the same.
+/// Shown by: counting its whole inbox; leaving out the pages of its waiting messages.
 pub async fn g11_the_status_counts_no_further_than_its_bound<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("ledger").await;
     trial.park(consumer, &message("dead", "1"), dead(true)).await;
@@ -202,6 +203,12 @@ pub async fn g11_the_status_counts_no_further_than_its_bound<F: Fixture>(trial: 
     trial.park(consumer, &message("due", "3"), due()).await;
     let ledger = trial.store.status().await.unwrap().consumers.remove(0);
     assert_eq!((ledger.held, ledger.waiting), (10_000, 1), "what is due is seen beside any number that is held");
+
+    let age = format!("update {} set seen_at = {}", trial.table("consumer"), moved::<F>("seen_at", -3_600));
+    trial.run(&age).await;
+    let forgotten = trial.store.forget_consumer("ledger", &context()).await.unwrap();
+    assert_eq!((forgotten.messages, forgotten.inbox_rows), (10_000, 10_000));
+    assert_eq!((trial.rows("waiting").await, trial.rows("inbox").await, trial.rows("consumer").await), (0, 0, 0));
 }
 
 /// Each act is refused while a process handles the message, and writes an audit row when it is

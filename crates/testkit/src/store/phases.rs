@@ -9,6 +9,7 @@ use super::keys::{KEPT, LONG, PATIENCE, SHORT, answer, claim, completed, failed,
 use super::transactional::still_works;
 use super::trial::{careless, effect, eventually, moved};
 use super::{Fixture, Trial};
+use oncebox::operation::provider::Settled;
 use oncebox::operation::{Mode, Retention, Stage, State};
 use oncebox::store::{
     AnswerBody, Basis, Begun, Driven, Due, FIRST_POINT, Fenced, KeyClaim, Keys, Leave, NewEvidence, NewIntent,
@@ -119,7 +120,7 @@ pub(super) async fn end<F: Fixture>(
 /// Settles the effect `charge` as done, and moves on from `SENT`.
 pub(super) async fn confirm<F: Fixture>(trial: &Trial<F>, driven: &Driven) {
     let mut tx = trial.store.begin_phase(driven).await.unwrap();
-    tx.settle("charge", "succeeded").await.unwrap();
+    tx.settle("charge", Settled::Succeeded);
     assert_eq!(tx.advance("SENT", "CONFIRMED", Stage::Settled, &[]).await.unwrap(), MOVED);
     tx.commit().await.unwrap();
 }
@@ -326,7 +327,7 @@ pub async fn o9_a_driver_of_an_older_epoch_changes_nothing_and_its_evidence_is_k
         assert_eq!(trial.store.leave(stale, Leave::Doubt(AT_ONCE)).await.unwrap(), Fenced::LostOwnership);
         assert_eq!(trial.store.park(stale, "no").await.unwrap(), Fenced::LostOwnership);
         let mut tx = trial.store.begin_phase(stale).await.unwrap();
-        tx.settle("charge", "succeeded").await.unwrap();
+        tx.settle("charge", Settled::Succeeded);
         assert_eq!(tx.advance("SENT", "CONFIRMED", Stage::Settled, &[]).await.unwrap(), LOST);
         tx.commit().await.unwrap();
         let mut tx = trial.store.begin_phase(stale).await.unwrap();
@@ -474,8 +475,7 @@ pub async fn m32_the_record_is_in_the_state_of_the_stage_after_each_step<F: Fixt
     driven = taken(trial, driven.operation_id).await.0;
     check(driven.clone(), Stage::Unknown).await;
     let mut tx = trial.store.begin_phase(&driven).await.unwrap();
-    tx.settle("charge", "failed").await.unwrap();
-    assert!(tx.settle("charge", "perhaps").await.is_err());
+    tx.settle("charge", Settled::Failed);
     assert_eq!(tx.advance("SENT", "CONFIRMED", Stage::Settled, &[]).await.unwrap(), MOVED);
     tx.commit().await.unwrap();
     check(driven.clone(), Stage::Settled).await;
@@ -527,7 +527,7 @@ pub async fn o13_a_phase_does_not_move_on_to_what_it_is_not<F: Fixture>(trial: &
         tx.rollback().await.unwrap();
     }
     let mut tx = trial.store.begin_phase(&driven).await.unwrap();
-    tx.settle("charge", "succeeded").await.unwrap();
+    tx.settle("charge", Settled::Succeeded);
     assert!(tx.advance("LOCAL", "NEXT", Stage::Local, &[]).await.is_err(), "an effect that is not there");
     tx.rollback().await.unwrap();
     assert_eq!(stored(trial, &driven).await.point, "LOCAL");
@@ -576,7 +576,7 @@ pub async fn o1_a_handler_that_ends_the_transaction_of_a_phase_is_found_out<F: F
             let (proof, _) = if finish {
                 tx.finish(from, &completed(), &KEPT).await.unwrap()
             } else {
-                tx.settle("charge", "succeeded").await.unwrap();
+                tx.settle("charge", Settled::Succeeded);
                 tx.advance(from, "NEXT", Stage::Settled, &[intent("more", &key)]).await.unwrap()
             };
             assert_ne!(proof, Proof::Same, "{statements:?} {first} {finish}");

@@ -58,6 +58,42 @@ pub async fn what_stands_behind_a_dead_message_counts_no_dead_ones<F: Fixture>(t
     assert_eq!(listed(trial, DeadState::Dead, "3").await.behind, 1);
 }
 
+/// A dead message holds those behind it. One before it waits for its next try, and an act on all
+/// that wait finds it. Shown by: counting each message of a key with a dead one as held; spending
+/// the limit of a list on messages that are held.
+pub async fn a_message_before_a_dead_one_of_its_key_waits_and_is_not_held<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    trial.park(consumer, &message("k", "1"), due()).await;
+    for payload in ["2", "3", "4", "5"] {
+        trial.park(consumer, &message("k", payload), ParkAs::Behind).await;
+    }
+    trial.park(consumer, &message("other", "6"), due()).await;
+    trial.park(consumer, &message("other", "7"), ParkAs::Behind).await;
+    act(trial, &listed(trial, DeadState::Waiting, "3").await, OperatorAct::Bury).await;
+    let dead = listed(trial, DeadState::Dead, "3").await.number;
+
+    for (payload, reason) in [("1", "retry"), ("2", "behind a waiting message of its key")] {
+        let found = listed(trial, DeadState::Waiting, payload).await;
+        assert_eq!((found.reason.as_str(), found.held_by), (reason, None), "{payload}");
+    }
+    for payload in ["4", "5"] {
+        let found = listed(trial, DeadState::Held, payload).await;
+        assert_eq!((found.next_try, found.held_by.as_ref()), (None, Some(&dead)), "{payload}");
+    }
+    for (state, payloads) in [(DeadState::Waiting, "1 2 6 7"), (DeadState::Held, "4 5")] {
+        let filter = |limit| DeadFilter { states: vec![state], limit, ..DeadFilter::default() };
+        for limit in [4, 10] {
+            let found = trial.store.dead(&filter(limit)).await.unwrap();
+            let found: Vec<_> = found.iter().map(|one| String::from_utf8_lossy(&one.payload)).collect();
+            assert_eq!(found.join(" "), payloads, "{state:?} up to {limit}");
+        }
+        let numbers = trial.store.dead_numbers(&filter(1)).await.unwrap();
+        assert_eq!(numbers.len(), payloads.split(' ').count(), "{state:?}");
+    }
+    let ledger = trial.store.status().await.unwrap().consumers.remove(0);
+    assert_eq!((ledger.waiting, ledger.held, ledger.dead), (4, 2, 1));
+}
+
 /// Only the first message of a key has a due time. A redriven one that stands before a due one
 /// takes its place, and one that stands behind waits for it.
 pub async fn r25_after_a_redrive_only_the_first_of_its_key_is_due<F: Fixture>(trial: &Trial<F>) {

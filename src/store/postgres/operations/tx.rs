@@ -16,6 +16,7 @@ use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Owned,
 use crate::operation::rules::Mode;
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
+use crate::store::sql::forgotten::Former;
 use crate::store::sql::{Session, Statement, records, savepoint_name, sql};
 
 /// A transaction in which one claim stands.
@@ -26,6 +27,8 @@ pub(in crate::store) struct PostgresOperationTx {
     claim: KeyClaim,
     /// The statement that renewed a record, where the claim did so; see [`records::renewal`].
     renewal: Option<Statement>,
+    /// What the claim deleted, because the key was used anew.
+    former: Option<Former>,
 }
 
 /// A transaction, and what proves later that it has not ended.
@@ -103,7 +106,7 @@ pub(super) async fn begin(
     let renewal = records::renewal(claim, basis, &owned);
     Ok(begun.map(|(tx, token)| {
         let held = Held { tx, token, savepoint };
-        PostgresOperationTx { held, owned, claim: claim.clone(), renewal }
+        PostgresOperationTx { held, owned, claim: claim.clone(), renewal, former: Former::of(basis) }
     }))
 }
 
@@ -120,7 +123,7 @@ pub(super) async fn begin_unseen(
         return Ok(None);
     };
     let held = Held { tx, token, savepoint };
-    Ok(Some(PostgresOperationTx { held, owned, claim: claim.clone(), renewal: None }))
+    Ok(Some(PostgresOperationTx { held, owned, claim: claim.clone(), renewal: None, former: None }))
 }
 
 /// Begins a transaction without a savepoint and claims. Returns it with its id.
@@ -149,6 +152,9 @@ async fn staked_in(
     let is_free =
         !needs_lock || !tx.rows(sql(LOCK_FREE).bind("digest", &claim.identity.digest()[..])).await?.is_empty();
     if is_free && let Some(token) = stake(&mut tx, claim, records::renewal(claim, basis, owned), owned).await? {
+        if let Some(former) = Former::of(basis) {
+            former.forget(&mut tx).await?;
+        }
         return Ok(Begun::Claimed((tx, token)));
     }
     // A new statement sees what was committed meanwhile.
@@ -188,7 +194,12 @@ impl OperationTx for PostgresOperationTx {
         // The rollback took the claim and its lock back too, and another transaction may have
         // claimed.
         match stake(&mut self.held.tx, &self.claim, self.renewal.clone(), &self.owned).await? {
-            Some(token) if token == self.held.token => Ok(Proof::Same),
+            Some(token) if token == self.held.token => {
+                if let Some(former) = self.former {
+                    former.forget(&mut self.held.tx).await?;
+                }
+                Ok(Proof::Same)
+            }
             _ => Err(StoreError::Busy(sqlx::Error::Protocol("the key could not be claimed again".into()))),
         }
     }

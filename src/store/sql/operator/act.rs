@@ -164,9 +164,7 @@ async fn request(
         OperatorAct::RedriveAs { id, payload } => ("redrive", Some(*id), payload.as_deref()),
         OperatorAct::Bury | OperatorAct::Discard => ("discard", None, None),
     };
-    let mut headers = headers.clone();
-    headers.retain(|(name, _)| name != CAUSATION);
-    headers.push((CAUSATION.to_owned(), message.message_id.to_string()));
+    let headers = caused_by(headers, message.message_id.to_string());
     let request = sql(REQUEST)
         .bind("requested", requested)
         .bind("actor", &context.actor)
@@ -175,6 +173,12 @@ async fn request(
         .bind("headers", headers_json(&headers))
         .bind("position", position);
     Ok(session.run(request).await? == 1)
+}
+
+/// Headers that name the id which the message had before.
+fn caused_by<T: Clone>(headers: &[(String, T)], id: T) -> Vec<(String, T)> {
+    let others = headers.iter().filter(|(name, _)| name != CAUSATION).cloned();
+    others.chain([(CAUSATION.to_owned(), id)]).collect()
 }
 
 impl ConsumerRow {
@@ -219,7 +223,8 @@ impl ConsumerRow {
 
     /// Makes the row wait again, with no tries counted. Only the first row of a key has a due time
     /// (R25). So this row is due now if no row is before it, and then the next row loses its due
-    /// time, unless it is leased.
+    /// time, unless it is leased. One that is leased is running now: under the policy `skip` a dead
+    /// row holds nothing, so the redriven message may run beside it.
     async fn make_due(
         &self,
         session: &mut dyn Session,
@@ -243,9 +248,7 @@ impl ConsumerRow {
         id: Uuid,
         payload: Option<&[u8]>,
     ) -> Result<Uuid, StoreError> {
-        let mut headers = self.headers.clone();
-        headers.retain(|(name, _)| name != CAUSATION);
-        headers.push((CAUSATION.to_owned(), message.message_id.to_string().into_bytes()));
+        let headers = caused_by(&self.headers, message.message_id.to_string().into_bytes());
         let hash = Uuid::from_bytes(content_hash(
             &message.topic,
             self.key.as_deref(),

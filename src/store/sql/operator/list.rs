@@ -2,8 +2,9 @@
 //!
 //! Guarantee: the cost of a list is bounded by its length, however many messages stand behind those
 //! that it shows. A list by topic, key or reason, and one of the held messages of consumers, may
-//! also read rows that do not match. The numbers of all that match, and the topics that are held,
-//! read all rows in their state.
+//! also read rows that do not match. A list of messages of consumers that wait or are held reads
+//! all dead ones that hold. The numbers of all that match, and the topics that are held, read all
+//! rows in their state.
 
 use std::time::Duration;
 
@@ -84,27 +85,22 @@ const HELD_OF_TOPIC: &str = "\
 select count(*) from (select 1 from oncebox.outbox_dead \
   where topic = :topic and position > :position and {pg my: state = 'held'}{lite: state <> 'dead'} limit :max) b";
 
-/// The dead rows that hold the key of the row `w` of a consumer.
-macro_rules! holding_at_consumer {
-    () => {
-        "from oncebox.waiting d where d.consumer_id = w.consumer_id and d.lane_id = w.lane_id \
-                   and d.state = 'dead' {pg: and d.holds}{lite: and d.blocks = 1}"
-    };
-}
-
-/// Which rows of consumers are meant: those in one state that match the filter.
+/// Which rows of consumers are meant: those in one state that match the filter. A row is held by
+/// the first dead row of its key, if that stands before it: a message that was buried behind a
+/// waiting one does not hold that one. This is a join, because to look before each row would cost
+/// more the more rows a key has. The condition on it is no plain comparison: PostgreSQL would
+/// expect that it holds for few rows, and read all of them where a list wants the first.
 macro_rules! of_consumers {
     () => {
-        concat!(
-            "from oncebox.waiting w join oncebox.consumer c on c.consumer_id = w.consumer_id \
- where {if is_dead: w.state = 'dead'}{if is_held: w.state = 'waiting' and exists}{if is_waiting: w.state = 'waiting' and not exists}\
-   {unless is_dead: (select 1 ",
-            holding_at_consumer!(),
-            ")} \
+        "from oncebox.waiting w join oncebox.consumer c on c.consumer_id = w.consumer_id \
+ {unless is_dead: left join (select d.consumer_id, d.lane_id, min(d.sequence) as first_dead from oncebox.waiting d \
+      where d.state = 'dead' {pg: and d.holds }{my: and d.lane_id is not null }{lite: and d.blocks = 1 }\
+      group by d.consumer_id, d.lane_id) h on h.consumer_id = w.consumer_id and h.lane_id = w.lane_id} \
+ where {if is_dead: w.state = 'dead'}{unless is_dead: w.state = 'waiting'}\
+   {if is_held: and coalesce(h.first_dead < w.sequence, false)}{if is_waiting: and not coalesce(h.first_dead < w.sequence, false)} \
    {if heads: and w.sequence {in ints :heads} }{if numbers: and w.sequence {in ints :numbers} }{if id: and w.message_id = :id }\
    {if topic: and w.topic = :topic }{if key: and w.{key} = :key }{if reason: and w.reason = :reason }\
    {if consumer: and c.name = :consumer }"
-        )
     };
 }
 
@@ -119,9 +115,7 @@ select w.sequence, w.consumer_id, c.name, w.message_id, w.id_text, w.topic, w.{k
        w.payload, w.content_type, \
        case when (w.state = 'dead' or w.due_at is not null){pg: and (w.state = 'waiting' or w.holds)}{lite: and w.blocks = 1} \
             then w.lane_id end, \
-       {unless is_held: null}{if is_held: (select d.sequence ",
-    holding_at_consumer!(),
-    " and d.sequence < w.sequence order by d.sequence limit 1)}, \
+       {unless is_held: null}{if is_held: h.first_dead}, \
        {pg: w.header_names, w.header_values}{my lite: w.headers} ",
     of_consumers!(),
     " order by w.sequence limit :limit"
@@ -141,10 +135,12 @@ select w.sequence, w.due_at, w.lane_id \
  where w.consumer_id = :of and w.due_at is not null {if topic: and w.topic = :topic }{if key: and w.{key} = :key }\
  order by w.due_at, w.sequence limit :limit";
 
-/// The rows that wait behind a head, in order.
+/// The rows behind a head, in order, and whether each waits. One that does not is dead and holds
+/// those behind it.
 const BEHIND_A_HEAD: &str = "\
-select sequence from oncebox.waiting {my: force index (waiting_lane)} \
- where consumer_id = :of and lane_id = :lane and sequence > :head and state = 'waiting' {lite: and blocks = 1} \
+select sequence, state = 'waiting' from oncebox.waiting {my: force index (waiting_lane)} \
+ where consumer_id = :of and lane_id = :lane and sequence > :head \
+   {pg: and (state = 'waiting' or holds)}{lite: and blocks = 1} \
  order by sequence limit :left";
 
 /// Counts the rows that wait behind a row of a consumer, up to `:max`.
@@ -171,7 +167,7 @@ impl Number {
         };
         parsed.ok_or_else(|| {
             StoreError::Refused(format!(
-                "`{text}` is no number of a dead message: use `o17` or `c9`, as `oncebox dead list` shows them"
+                "`{text}` is not the number of a message: use `o17` or `c9`, as `oncebox dead list` shows them"
             ))
         })
     }
@@ -335,8 +331,8 @@ impl<'a> Look<'a> {
     }
 
     async fn of_consumers(&self, session: &mut dyn Session, state: DeadState) -> Result<Vec<FoundMessage>, StoreError> {
-        // To check for each row whether a dead one is before it would cost more the more rows are
-        // held. So waiting messages are found from the heads, which have a due time.
+        // Any number of rows may be held before one that waits. So waiting messages are found from
+        // the heads, which have a due time.
         let is_named = !self.filter.numbers.is_empty() || self.filter.message_id.is_some();
         let of_heads = state == DeadState::Waiting && !is_named;
         let heads = if of_heads { self.waiting_of_heads(session).await? } else { Vec::new() };
@@ -374,6 +370,9 @@ impl<'a> Look<'a> {
             let Some(lane) = lane.filter(|_| left > 0) else { continue };
             let behind = sql(BEHIND_A_HEAD).bind("of", consumer).bind("lane", lane).bind("head", head);
             for row in session.rows(behind.bind("left", left)).await? {
+                if !row.get::<bool>(1)? {
+                    break;
+                }
                 found.push(row.get(0)?);
             }
         }

@@ -121,29 +121,34 @@ const ACTIVE: &str = "\
  select id from active where id is not null}";
 
 /// The counts of consumers: on PostgreSQL of many, elsewhere of one. Held rows are counted from the
-/// dead rows that hold, which are few. PostgreSQL counts the index entries of their lanes and
-/// subtracts those of the dead rows, so it reads no row of the table. `between` instead of `=`
-/// makes it use the index by lane also where nothing stands behind the dead row.
+/// dead rows that hold, which are few: those behind the first dead one of their lane. PostgreSQL
+/// counts the index entries from there on and subtracts those of the dead rows, so it reads no row
+/// of the table. `between` and `<=` instead of `=` make it use the right index also where few rows
+/// are there, and so does `cross join` on SQLite. MySQL cannot begin at a row in a join: it reads
+/// waiting rows of these lanes up to the bound. Where more than that wait before the dead ones, it
+/// counts fewer than are held.
 const OF_CONSUMERS: &str = "\
 select {pg: a.id}{my lite: :of}, \
        (select count(*) from (select 1 from oncebox.waiting where state = 'waiting' and \
           {pg: consumer_id between a.id and a.id order by consumer_id, sequence}{my lite: consumer_id = :of} limit :max) a), \
        (select count(*) from ( \
-          {pg: select 1 from (select d.lane_id, count(*) as dead from ( \
-                   select d.lane_id from oncebox.waiting d \
+          {pg: select 1 from (select d.lane_id, min(d.sequence) as first_dead, count(*) as dead from ( \
+                   select d.lane_id, d.sequence from oncebox.waiting d \
                     where d.state = 'dead' and d.consumer_id between a.id and a.id and d.holds \
                     order by d.consumer_id, d.message_id, d.content_hash limit :max) d group by d.lane_id) d \
            cross join lateral (select 1 from oncebox.waiting w where w.consumer_id = a.id \
-                                  and w.lane_id between d.lane_id and d.lane_id and (w.state = 'waiting' or w.holds) \
+                                  and (w.lane_id, w.sequence) >= (d.lane_id, d.first_dead) and w.lane_id <= d.lane_id \
+                                  and (w.state = 'waiting' or w.holds) \
                                 order by w.lane_id, w.sequence offset d.dead limit :max) w}\
-          {my: select 1 from (select distinct lane_id from (select lane_id from oncebox.waiting \
-                 where state = 'dead' and consumer_id = :of and lane_id is not null limit :max) l) d \
+          {my: select 1 from (select w.sequence > d.first_dead as is_held from ( \
+                 select lane_id, min(sequence) as first_dead from (select lane_id, sequence from oncebox.waiting \
+                   where state = 'dead' and consumer_id = :of and lane_id is not null limit :max) l group by lane_id) d \
                straight_join oncebox.waiting w force index (waiting_lane) on w.consumer_id = :of and w.lane_id = d.lane_id \
-               where w.state = 'waiting'}\
-          {lite: select 1 from (select distinct lane_id from (select lane_id from oncebox.waiting as d \
-                   where d.consumer_id = :of and d.state = 'dead' and d.blocks = 1 limit :max)) as walls \
-                 join oncebox.waiting as w on w.consumer_id = :of and w.lane_id = walls.lane_id and w.blocks = 1 \
-                  and w.state = 'waiting'} limit :max) b), \
+               where w.state = 'waiting' limit :max) w where w.is_held}\
+          {lite: select 1 from (select lane_id, min(sequence) as first_dead from (select lane_id, sequence from oncebox.waiting as d \
+                   where d.consumer_id = :of and d.state = 'dead' and d.blocks = 1 limit :max) group by lane_id) as walls \
+                 cross join oncebox.waiting as w on w.consumer_id = :of and w.lane_id = walls.lane_id and w.sequence > walls.first_dead \
+                  and w.blocks = 1 and w.state = 'waiting'} limit :max) b), \
        (select count(*) from (select 1 from oncebox.waiting where due_at is not null and \
           {pg: consumer_id between a.id and a.id order by consumer_id, due_at}{my lite: consumer_id = :of} limit :max) c), \
        (select count(*) from (select 1 from oncebox.waiting where state = 'dead' and \
@@ -159,14 +164,14 @@ select {pg: a.id}{my lite: :of}, (select count(*) from ( \
    select 1 from oncebox.inbox i where i.consumer_id = {pg: a.id limit :beyond}{my: :of limit :beyond}{lite: :of limit :max}) e) \
   {pg: from unnest(:all) a (id)}";
 
-/// An estimate of the inbox rows of all consumers together.
+/// An estimate of the inbox rows of all consumers together. SQLite has none, and never asks: it
+/// counts no further than the bound ([`INBOX_ROWS`]).
 const INBOX_ESTIMATE: &str = "\
 {pg: select greatest(sum(greatest(c.reltuples, 0)), 0)::bigint from pg_class c \
  where c.oid = 'oncebox.inbox_untimed'::regclass \
     or c.oid in (select relid from pg_partition_tree('oncebox.inbox_timed') where isleaf)}\
 {my: select coalesce((select cast(table_rows as signed) from information_schema.tables \
-                       where table_schema = database() and table_name = 'oncebox_inbox'), 0)}\
-{lite: select 0}";
+                       where table_schema = database() and table_name = 'oncebox_inbox'), 0)}";
 
 /// Reads everything of the status except the e-mails. With an `earlier` status the counts of inbox
 /// rows are copied from it, because counting them takes long.

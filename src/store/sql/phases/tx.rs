@@ -11,11 +11,11 @@ use crate::error::StoreError;
 use crate::inbox::port::Proof;
 use crate::operation::port::evidence::StoredEvidence;
 use crate::operation::port::phases::{
-    Driven, FIRST_POINT, Leave, NewIntent, NewOperation, PhaseTx, Run, Settled, end_stage, may_advance, no_record,
-    twice,
+    Driven, FIRST_POINT, Leave, NewIntent, NewOperation, PhaseTx, Run, end_stage, may_advance, no_record, twice,
 };
 use crate::operation::port::{Basis, Begun, Fenced, RecordFence, RunOutcome};
 use crate::operation::rules::flow::Stage;
+use crate::operation::rules::provider::Settled;
 use crate::operation::rules::retention::Retention;
 use crate::store::sql::{Session, Statement, evidence, sql};
 
@@ -24,7 +24,8 @@ pub(super) struct SqlPhaseTx {
     held: Box<dyn HeldPhase>,
     driven: Driven,
     record: RecordFence,
-    settled: Settled,
+    /// What is proven of effects and not written yet.
+    settled: Vec<(String, Settled)>,
 }
 
 const BEGIN: &str = "insert into oncebox.operation (operation_id, epoch, owner, key_digest, flow, flow_version, point, \
@@ -77,9 +78,6 @@ const SAME_TIMES: &str = "update oncebox.operation as o set \
                      where r.key_digest = o.key_digest and r.operation_id = o.operation_id) \
     where o.operation_id = :id";
 
-/// Finds a row where a person must judge a conflict of the operation first.
-const HAS_CONFLICT: &str = "select 1 from oncebox.operation o where o.operation_id = :id and {piece conflict}";
-
 /// A version as the tables store it; refused where it is larger than an `i32`.
 fn storable(version: u32) -> Result<i32, StoreError> {
     let refused = |_| StoreError::Refused(format!("the version {version} is larger than {}", i32::MAX));
@@ -100,12 +98,6 @@ pub(super) async fn begin_first(
         Begun::Existing(record) => return Ok(Begun::Existing(record)),
         Begun::Locked => return Ok(Begun::Locked),
     };
-    let session = held.session();
-    if let Basis::Anew(seen) = basis
-        && session.rows(sql(HAS_CONFLICT).bind("id", seen.operation_id)).await?.is_empty()
-    {
-        forget(session, seen.operation_id, false).await?;
-    }
     let driven = Driven { operation_id: owned.operation_id, owner: Uuid::now_v7(), epoch: 1 };
     let record = RecordFence { unknown: true, ..RecordFence::from(&owned) };
     let begin = ours(BEGIN, &driven)
@@ -116,32 +108,9 @@ pub(super) async fn begin_first(
         .bind("command", &new.command.bytes[..])
         .bind("kid", new.command.kid.as_deref())
         .bind("lease", new.claim.lease);
-    session.run(begin).await?;
+    held.session().run(begin).await?;
     held.hold().await?;
-    Ok(Begun::Claimed(Box::new(SqlPhaseTx { held, driven, record, settled: Settled::default() })))
-}
-
-/// Deletes the rows of an operation whose key is used anew or forgotten. With `but_late_runs`,
-/// evidence that a late run succeeded stays.
-pub(in crate::store) async fn forget(
-    session: &mut dyn Session,
-    operation_id: Uuid,
-    but_late_runs: bool,
-) -> Result<(), StoreError> {
-    let evidence = if but_late_runs {
-        "delete from oncebox.operation_evidence where operation_id = :id and not (kind = 'run' and verdict = 'success')"
-    } else {
-        "delete from oncebox.operation_evidence where operation_id = :id"
-    };
-    for text in [
-        "delete from oncebox.operation where operation_id = :id",
-        "delete from oncebox.operation_intent where operation_id = :id",
-        evidence,
-        super::UNMARK,
-    ] {
-        session.run(sql(text).bind("id", operation_id)).await?;
-    }
-    Ok(())
+    Ok(Begun::Claimed(Box::new(SqlPhaseTx { held, driven, record, settled: Vec::new() })))
 }
 
 /// Point and epoch of an operation, and the fence of its record.
@@ -210,7 +179,7 @@ impl SqlPhaseTx {
 
     async fn held(mut held: Box<dyn HeldPhase>, driven: &Driven, record: RecordFence) -> Result<Self, StoreError> {
         held.hold().await?;
-        Ok(Self { held, driven: driven.clone(), record, settled: Settled::default() })
+        Ok(Self { held, driven: driven.clone(), record, settled: Vec::new() })
     }
 
     /// Runs the statement that moves the operation, where this is the transaction that the phase
@@ -234,8 +203,8 @@ impl SqlPhaseTx {
         let id = self.driven.operation_id;
         let session = self.held.session();
         session.run(sql(UNMARK).bind("id", id).bind("epoch", self.driven.epoch)).await?;
-        for (effect, outcome) in self.settled.iter() {
-            let settle = sql(SETTLE).bind("id", id).bind("effect", effect).bind("outcome", outcome);
+        for (effect, settled) in &self.settled {
+            let settle = sql(SETTLE).bind("id", id).bind("effect", effect).bind("outcome", settled.as_str());
             if session.run(settle).await? == 0 {
                 return Err(StoreError::Refused(format!("there is no effect `{effect}` to settle")));
             }
@@ -263,7 +232,7 @@ impl SqlPhaseTx {
 
 async fn missing(held: Box<dyn HeldPhase>, driven: &Driven) -> Result<StoreError, StoreError> {
     held.into_transaction().rollback().await?;
-    Ok(StoreError::Fenced(format!("there is no operation {}", driven.operation_id)))
+    Ok(StoreError::Fenced(format!("there is no operation {} with its record", driven.operation_id)))
 }
 
 #[async_trait]
@@ -284,8 +253,8 @@ impl PhaseTx for SqlPhaseTx {
         evidence::read(self.held.session(), self.driven.operation_id).await
     }
 
-    async fn settle(&mut self, effect: &str, outcome: &str) -> Result<(), StoreError> {
-        self.settled.add(effect, outcome)
+    fn settle(&mut self, effect: &str, settled: Settled) {
+        self.settled.push((effect.to_owned(), settled));
     }
 
     async fn advance(
