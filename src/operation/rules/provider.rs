@@ -89,6 +89,8 @@ pub struct Evidence {
     succeeded: bool,
     /// A query found that the effect was refused for good, or a person reported that it failed.
     failed: bool,
+    /// The same, since an operator accepted a duplicate last.
+    failed_since: bool,
     /// The sends that were refused for good.
     declined: BTreeSet<u32>,
     /// The sends that were refused, for good or not.
@@ -193,6 +195,7 @@ impl Evidence {
                 Verdict::Succeeded => evidence.succeeded = true,
                 Verdict::Failed => {
                     evidence.failed |= send.is_none();
+                    evidence.failed_since |= send.is_none();
                     evidence.declined.extend(send);
                     evidence.refused.extend(send);
                 }
@@ -202,7 +205,7 @@ impl Evidence {
                 // What was asked before says nothing of the send that was allowed.
                 Verdict::Waived => {
                     evidence.waived.extend(send);
-                    (evidence.failed, evidence.not_found) = (false, false);
+                    (evidence.failed_since, evidence.not_found) = (false, false);
                 }
                 Verdict::Wait(pause) => evidence.pauses.extend([at.after(pause)]),
                 Verdict::NotFound => evidence.not_found = true,
@@ -287,7 +290,7 @@ impl Strategy {
         if evidence.is_free(sends) {
             return Step::Send;
         }
-        if evidence.is_waived() && (evidence.failed || !evidence.refused.is_subset(&evidence.waived)) {
+        if evidence.is_waived() && (evidence.failed_since || !evidence.refused.is_subset(&evidence.waived)) {
             return Step::Operator(Gap::DuplicateRefused);
         }
         let is_open = |window: KeyWindow| sends.first_sent_at.is_some_and(|first| window.is_open(first, now));
