@@ -274,7 +274,8 @@ fn a_benchmark_of_latency_that_is_stopped_by_a_signal_leaves_no_group_behind() {
 fn groups(broker: &str) -> Vec<(String, usize)> {
     let servers = broker.strip_prefix("kafka://").unwrap();
     let asker: BaseConsumer = ClientConfig::new().set("bootstrap.servers", servers).create().unwrap();
-    let list = asker.fetch_group_list(None, Duration::from_secs(30)).unwrap();
+    // A broker that just began to coordinate groups refuses at first.
+    let list = eventually("the groups", || asker.fetch_group_list(None, Duration::from_secs(30)).ok());
     list.groups().iter().map(|group| (group.name().to_owned(), group.members().len())).collect()
 }
 
