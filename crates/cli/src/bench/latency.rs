@@ -123,7 +123,8 @@ async fn round<S: Yard>(bed: &mut Bed<S>, load: Load, told: Told<'_>) -> Result<
     }
     .await;
     let (relayed, consumed) = tokio::join!(relay.stop(), consumer.stop());
-    (relayed?, consumed?);
+    relayed?;
+    consumed?;
     let committed = written?;
     Ok(watched.look(|notes| {
         let proof = committed.iter().filter_map(|(id, at)| Some(*notes.proven_at.get(id)? - *at)).collect();
