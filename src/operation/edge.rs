@@ -177,7 +177,8 @@ async fn claim_and_drive<S, T, R, W>(
             // A retry is judged by the record in the store, once the store answers again.
             begin.entry.leave();
             let _ = tell.send(Step::Answer(EdgeAnswer::Answered(front.store_failed("claim", &error))));
-            if is_unclaimed(&error) {
+            // It takes no writes: the claim was certainly not made.
+            if matches!(&error, StoreError::Unavailable(error) if classify::is_read_only(error)) {
                 return;
             }
             // The search below may last a lease. It needs neither a place nor the request's body.
@@ -186,12 +187,6 @@ async fn claim_and_drive<S, T, R, W>(
             release_lost(&front, &begin).await;
         }
     }
-}
-
-/// Whether the store has certainly made no claim: it got no connection, or takes no writes.
-fn is_unclaimed(error: &StoreError) -> bool {
-    let StoreError::Unavailable(error) = error else { return false };
-    matches!(error, sqlx::Error::PoolTimedOut | sqlx::Error::PoolClosed) || classify::is_read_only(error)
 }
 
 /// Releases a claim whose answer was lost. The handler was not called, so the claim has no effect.
