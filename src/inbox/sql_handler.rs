@@ -69,16 +69,13 @@ impl Source {
             text.map(SqlValue::Text).ok_or_else(|| NoValue::Missing(format!("the message has no {what}")))
         };
         match self {
-            Self::Pointer(_) if message.payload.is_empty() => {
-                Err(NoValue::Missing("the message has no payload".to_owned()))
-            }
             Self::Pointer(path) => match pointer::find(&message.payload, path) {
                 Ok(pointer::Pointed::Null) => Ok(SqlValue::Null),
                 Ok(pointer::Pointed::Bool(value)) => Ok(SqlValue::Bool(value)),
                 Ok(pointer::Pointed::Number(digits)) => Ok(SqlValue::Number(digits)),
                 Ok(pointer::Pointed::Text(text)) => Ok(SqlValue::Text(text)),
                 Ok(pointer::Pointed::Json(json)) => Ok(SqlValue::Json(json)),
-                Err(error) if error == Invalid::new(pointer::MISSING) => {
+                Err(error) if message.payload.is_empty() || error == Invalid::new(pointer::MISSING) => {
                     Err(NoValue::Missing(format!("the payload at `{path}`: {error}")))
                 }
                 Err(error) => Err(NoValue::Unreadable(format!("the payload at `{path}`: {error}"))),

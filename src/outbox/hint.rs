@@ -10,7 +10,6 @@ use {
     super::port::Outbox,
     crate::time::pace::{Pace, sleep_unless},
     std::time::Duration,
-    tokio::time::Instant,
     tokio_util::sync::CancellationToken,
 };
 
@@ -88,7 +87,7 @@ pub(crate) async fn listen(store: &dyn Outbox) {
     let mut pace = Pace::new(Duration::from_millis(500), Duration::from_secs(30));
     let mut failed = 0;
     loop {
-        let began = Instant::now();
+        let began = tokio::time::Instant::now();
         let heard = store.hear_commits(|| HERE.notify_one()).await;
         if heard.is_ok() || began.elapsed() > LISTENED {
             pace.worked();

@@ -106,7 +106,7 @@ async fn a_member_without_partitions_has_caught_up_once_it_is_in_the_group() {
         return;
     };
     // So the broker removes no member by itself.
-    kafka.config.session_timeout = 10 * SOON;
+    kafka.config.session_timeout = 4 * SOON;
     let group = unique("group");
     let subscription = kafka.subscription(&group);
     let mut first = kafka.broker().subscriber(&subscription).await.unwrap();

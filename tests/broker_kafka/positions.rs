@@ -48,7 +48,7 @@ async fn consume(broker: KafkaBroker, subscription: Subscription, tell: mpsc::Un
 async fn a_topic_made_anew_under_two_members_does_not_wait_for_a_session_to_end() {
     let name = "a_topic_made_anew_under_two_members_does_not_wait_for_a_session_to_end";
     let Some(mut kafka) = Kafka::with_topic(name, 2).await else { return };
-    kafka.config.session_timeout = 10 * SOON;
+    kafka.config.session_timeout = 4 * SOON;
     let (subscription, mut members) = (kafka.subscription(&unique("group")), JoinSet::new());
     let (tell, mut told) = mpsc::unbounded_channel();
     for _ in 0..2 {

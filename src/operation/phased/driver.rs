@@ -11,7 +11,8 @@
 //!   starts (O5).
 //! * The transaction that settles an effect decides from the evidence that it reads itself (O8).
 //! * A lost lease ends the drive after the call in flight, whose answer is stored as evidence.
-//! * After an intent, an error or a panic makes the operation UNKNOWN and due again. An outcome
+//! * After an intent, an error or a panic of a phase makes the operation UNKNOWN and due again. A
+//!   panic of an adapter ends the driver, as the death of its process would. An outcome
 //!   that cannot be found out goes to an operator with a reason. Nothing unknown becomes a failure
 //!   (O9, O13).
 //!
@@ -381,13 +382,6 @@ impl Driver {
                 let doubled = (intent.first_sent_at.until(stored.now).as_millis() / first).max(1).ilog2();
                 self.release_with_backoff(stored.attempts.max(doubled)).await
             }
-            // Requests that come before it is due send no faster than drivers do, because each send
-            // leaves evidence.
-            Step::Resend
-                if self.came == Came::Early && intent.last_sent_at.until(stored.now) < self.pause(intent.sends) =>
-            {
-                Ok(Next::End(self.release(Duration::ZERO, false).await?))
-            }
             // The evidence proves nothing.
             Step::Resend | Step::Query if self.is_spent() => {
                 Ok(Next::End(self.release_unknown_outcome(self.pause(stored.attempts), self.reached).await?))
@@ -415,9 +409,9 @@ impl Driver {
         }
     }
 
-    /// Whether this drive has made as many calls in vain as it may: one if a request asked early.
+    /// Whether this drive has made as many calls in vain as it may.
     fn is_spent(&self) -> bool {
-        self.vain >= if self.came == Came::Early { 1 } else { self.phased.settings.calls_per_drive }
+        self.vain >= self.phased.settings.calls_per_drive
     }
 
     /// Settles an effect in the transaction that reads its evidence.

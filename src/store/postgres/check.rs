@@ -14,8 +14,6 @@ use crate::store::schema::LOST_AT_FAILOVER;
 
 pub(super) async fn findings(store: &PostgresStore) -> Result<Vec<Finding>, StoreError> {
     let mut connection = store.pool.dedicated().await?;
-    // What is on the path is printed without its schema, and compared with what a migration wrote.
-    sqlx::raw_sql("set search_path = pg_catalog, pg_temp").run(&mut connection).await?;
     let mut findings = vec![server_version(&mut connection).await?];
     findings.extend(server_settings(&mut connection).await?);
     findings.push(standbys(&mut connection).await?);
@@ -149,6 +147,8 @@ async fn sequence(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreEr
 /// The order of the columns and their defaults must draw the transaction id before the position
 /// (R1). A trigger or rule on inserts could change that.
 async fn columns(connection: &mut Bounded<Postgres>) -> Result<Finding, StoreError> {
+    // What is on the path is printed without its schema, and compared with what a migration wrote.
+    sqlx::raw_sql("set search_path = pg_catalog, pg_temp").run(connection).await?;
     let holds: bool = sqlx::query_scalar(
         "select coalesce(bool_and(
              case a.attname when 'written_by' then pg_get_expr(d.adbin, d.adrelid) = 'pg_current_xact_id()'

@@ -25,7 +25,7 @@ fn a_database_url_that_cannot_be_used_says_how_one_is_written() {
             &["postgres://app:***@h:1,,g:2/db", "a host between commas is empty"],
         ),
         ("postgres://app:hunter2-secret@h:1,g:port/db", &["invalid port number"]),
-        ("postgres://app:hunter2-secret@h,g/db?target_session_attrs=standby", &["only the primary"]),
+        ("postgres://app:hunter2-secret@h,g/db?target_session_attrs=standby", &["only a server that takes writes"]),
         ("mysql://app:hunter2-secret@h,/db", &["a host between commas is empty"]),
         ("mysql://app:hunter2-secret@h", &["names no database", "mysql://USER@HOST/DATABASE"]),
         ("mysql://app:hunter2-secret@h:port/db", &["invalid port number"]),

@@ -2,10 +2,7 @@
 //! into the lease and into the provider's window at that moment. Its answer is stored even if the
 //! lease is lost (O5, O6, O8), and after a stop as long as the grace lasts.
 
-use std::panic::AssertUnwindSafe;
 use std::time::Duration;
-
-use futures_util::FutureExt;
 
 use super::{Asks, Driver, End, Next};
 use crate::error::StoreError;
@@ -18,7 +15,6 @@ use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::phases::{StoredIntent, StoredOperation, unstored};
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::provider::{Answer, KeyWindow, QueryAnswer, Settled, Strategy, Verdict};
-use crate::text::panic::panic_text;
 use crate::time::pace::Pace;
 
 /// Whether a call counts as vain. A refusal does: the next step sees first whether it settles the
@@ -40,35 +36,6 @@ fn proves(verdict: Verdict) -> bool {
 fn stopped() -> StoreError {
     let why = "this process stops, and the database is away";
     StoreError::Unavailable(sqlx::Error::Io(std::io::Error::new(std::io::ErrorKind::NotConnected, why)))
-}
-
-/// Why a call of an adapter returned nothing.
-enum NoCall {
-    InTime,
-    Panic(String),
-}
-
-impl NoCall {
-    fn text(self) -> String {
-        match self {
-            Self::InTime => "no answer in time".to_owned(),
-            Self::Panic(text) => format!("the adapter panicked: {text}"),
-        }
-    }
-}
-
-/// Calls an adapter within its timeout. A panic of it ends only this call.
-async fn called<T>(effect: &Declared, call: impl AsyncFnOnce() -> T) -> Result<T, NoCall> {
-    let call = AssertUnwindSafe(async { call().await }).catch_unwind();
-    match tokio::time::timeout(effect.provider.timeout(), call).await {
-        Ok(Ok(answered)) => Ok(answered),
-        Ok(Err(panic)) => {
-            let text = panic_text(panic.as_ref()).to_owned();
-            tracing::error!(effect = effect.name, adapter = effect.provider.name(), panic = %text, "an adapter panicked");
-            Err(NoCall::Panic(text))
-        }
-        Err(_) => Err(NoCall::InTime),
-    }
 }
 
 impl Driver {
@@ -124,8 +91,8 @@ impl Driver {
             send: number,
         };
         tracing::debug!(operation = %stored.operation_id, effect = effect.name, send = number, "a provider is called");
-        let sent = called(effect, async || effect.provider.send(&call).await).await;
-        let sent = sent.unwrap_or_else(|why| Sent { answer: Answer::NoAnswer, saw: why.text().into_bytes() });
+        let answered = tokio::time::timeout(effect.provider.timeout(), effect.provider.send(&call)).await;
+        let sent = answered.unwrap_or_else(|_| Sent { answer: Answer::NoAnswer, saw: b"no answer in time".to_vec() });
         self.reached |= sent.answer.counts();
         let verdict = match sent.answer.verdict() {
             // Without a key, the refusal of one send says nothing of another.
@@ -199,12 +166,11 @@ impl Driver {
         let call =
             Call { key: &intent.intent.provider_key, bytes: &bytes, version: intent.intent.adapter_version, send: 0 };
         tracing::debug!(operation = %stored.operation_id, effect = effect.name, "a provider is asked");
-        let asked = called(effect, async || effect.provider.query(&call).await).await;
-        let asked = asked.unwrap_or_else(|why| Asked {
-            // An adapter that panics may do so each time, and an attempt must count then.
-            answer: if matches!(why, NoCall::Panic(_)) { QueryAnswer::NotMade } else { QueryAnswer::Failed },
+        let answered = tokio::time::timeout(effect.provider.timeout(), effect.provider.query(&call)).await;
+        let asked = answered.unwrap_or_else(|_| Asked {
+            answer: QueryAnswer::Failed,
             status: None,
-            saw: why.text().into_bytes(),
+            saw: b"no answer in time".to_vec(),
         });
         // A query that cannot be made will never be answered, so it counts. Before a resend it does
         // not: the resend shows whether the provider is away.
