@@ -42,8 +42,8 @@ async fn consume(broker: KafkaBroker, subscription: Subscription, tell: mpsc::Un
     }
 }
 
-// Shown by: dropping a member that has nothing of the topic any more. It did not leave the group,
-// and the others waited until its session was over.
+// Shown to fail: where a member that has nothing of the topic any more was dropped, and closed
+// without `unsubscribe`. It did not leave the group, and the others waited for its session to end.
 #[tokio::test]
 async fn a_topic_made_anew_under_two_members_does_not_wait_for_a_session_to_end() {
     let name = "a_topic_made_anew_under_two_members_does_not_wait_for_a_session_to_end";
