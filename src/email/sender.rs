@@ -205,12 +205,14 @@ impl Sender {
                 Ok(Step::Idle) => {
                     // The rows that were given back may be with another sender.
                     is_away = is_away && !self.store.emails_pending().await.is_ok_and(|pending| pending == 0);
-                    if is_away {
+                    let pause = if is_away {
                         self.health.beat(PART);
+                        Duration::from_secs(1)
                     } else {
                         self.health.set(PART, PartState::Ready);
-                    }
-                    sleep_unless(stop, Duration::from_millis(if is_away { 1_000 } else { 100 })).await;
+                        Duration::from_millis(100)
+                    };
+                    sleep_unless(stop, pause).await;
                 }
                 Ok(Step::Empty) => {
                     self.health.set(PART, PartState::Ready);

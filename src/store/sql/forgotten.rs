@@ -51,6 +51,14 @@ impl Former {
     }
 }
 
+/// Deletes what is kept of the operation that the key had before, where it was just claimed anew.
+pub(in crate::store) async fn forget_former(session: &mut dyn Session, basis: Basis<'_>) -> Result<(), StoreError> {
+    match Former::of(basis) {
+        Some(former) => former.forget(session).await,
+        None => Ok(()),
+    }
+}
+
 /// Deletes the rows of an operation in phases, without its evidence.
 pub(super) async fn forget_operation(session: &mut dyn Session, operation_id: Uuid) -> Result<(), StoreError> {
     for text in OPERATION {

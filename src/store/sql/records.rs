@@ -12,7 +12,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use uuid::Uuid;
 
-use super::forgotten::Former;
+use super::forgotten::forget_former;
 use super::{Row, Session, SqlStore, Statement, Transaction, evidence, expiry, live, sql};
 use crate::error::StoreError;
 use crate::operation::port::evidence::{NewEvidence, StoredEvidence};
@@ -378,9 +378,7 @@ pub(in crate::store) async fn stake(
     if session.run(renewal).await? == 0 {
         return Ok(false);
     }
-    if let Some(former) = Former::of(basis) {
-        former.forget(session).await?;
-    }
+    forget_former(session, basis).await?;
     Ok(true)
 }
 
@@ -406,9 +404,7 @@ async fn renew(
         transaction.rollback().await?;
         return Ok(false);
     }
-    if let Some(former) = Former::of(basis) {
-        former.forget(session).await?;
-    }
+    forget_former(session, basis).await?;
     transaction.commit().await?;
     Ok(true)
 }

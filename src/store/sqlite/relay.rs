@@ -35,19 +35,49 @@ use crate::store::base::Base;
 use crate::store::sql::{self, SqlStore, outbox};
 use crate::time::lease::Fence;
 
+/// The bytes of a row, as `OutgoingMessage::weight` counts them. Lengths are read without the
+/// payloads.
+macro_rules! weight {
+    ($of:literal) => {
+        concat!(
+            "octet_length(",
+            $of,
+            "payload) + octet_length(",
+            $of,
+            "headers) + coalesce(octet_length(",
+            $of,
+            "key), 0) + 200"
+        )
+    };
+}
+
 /// The fence and the next rows, each with its bytes, in one snapshot. The outer join returns the
 /// fence even where there is no row. The statement ends behind the row that reaches the bound of
-/// bytes, because the thread of the connection copies many rows ahead of their reader. The lengths
-/// are read without the payloads; 200 as in `OutgoingMessage::weight`.
-pub(super) const READ: &str = "select s.epoch, s.revision, coalesce((select seq from sqlite_sequence where name = 'oncebox_outbox'), 0), \
+/// bytes, because the thread of the connection copies many rows ahead of their reader.
+pub(super) const READ: &str = concat!(
+    "select s.epoch, s.revision, coalesce((select seq from sqlite_sequence where name = 'oncebox_outbox'), 0), \
              s.scanned_to, o.position, o.bucket, o.message_id, o.topic, o.key, o.kind, o.headers, o.payload, o.content_type, \
-             o.created_at, octet_length(o.payload) + octet_length(o.headers) + coalesce(octet_length(o.key), 0) + 200 \
-             from oncebox_shard as s left join oncebox_outbox as o on o.position > ?1 and o.position <= coalesce((select position from \
-               (select position, row_number() over first as rows, \
-                 sum(octet_length(payload) + octet_length(headers) + coalesce(octet_length(key), 0) + 200) over first as bytes \
+             o.created_at, ",
+    weight!("o."),
+    " from oncebox_shard as s left join oncebox_outbox as o on o.position > ?1 and o.position <= coalesce((select position from \
+               (select position, row_number() over first as rows, sum(",
+    weight!(""),
+    ") over first as bytes \
                  from oncebox_outbox where position > ?1 window first as (order by position rows unbounded preceding)) \
                where rows >= ?3 or bytes >= ?4 limit 1 offset 1), 9223372036854775807) \
-             where s.shard_id = ?2 order by o.position limit ?3";
+             where s.shard_id = ?2 order by o.position limit ?3"
+);
+
+/// Held rows, in order, up to the bound of bytes.
+const HELD: &str = concat!(
+    "select position, bucket, message_id, topic, key, kind, headers, payload, content_type, created_at \
+             from oncebox_outbox_dead where position in (select value from json_each(?1)) \
+             and position <= coalesce((select position from (select position, sum(",
+    weight!(""),
+    ") over (order by position) as bytes \
+               from oncebox_outbox_dead where position in (select value from json_each(?1))) \
+               where bytes >= ?2 limit 1), 9223372036854775807) order by position"
+);
 
 /// One session: it owns the only shard.
 #[derive(Debug)]
@@ -183,15 +213,7 @@ impl RelaySession for SqliteSession {
     }
 
     async fn held(&mut self, positions: &[i64]) -> Result<Vec<OutboxRow>, StoreError> {
-        let stored = query(
-            "select position, bucket, message_id, topic, key, kind, headers, payload, content_type, created_at \
-             from oncebox_outbox_dead where position in (select value from json_each(?1)) \
-             and position <= coalesce((select position from (select position, sum(octet_length(payload) \
-                 + octet_length(headers) + coalesce(octet_length(key), 0) + 200) over (order by position) as bytes \
-               from oncebox_outbox_dead where position in (select value from json_each(?1))) \
-               where bytes >= ?2 limit 1), 9223372036854775807) order by position",
-        );
-        let stored = stored.bind(positions_json(positions)).bind(self.read_bytes);
+        let stored = query(HELD).bind(positions_json(positions)).bind(self.read_bytes);
         stored.fetch(self.store.pool()).map(|row| outbox_row(&row?, 0)).try_collect().await
     }
 

@@ -19,16 +19,15 @@ use super::Load;
 use super::bed::Bed;
 use super::crowd::crowd;
 use super::figure::Figure;
-use super::pay::{CLIENTS, Pay, milliseconds};
+use super::pay::{CLIENTS, Pay, milliseconds, paid};
 use super::work::Maker;
 use super::yard::Yard;
 use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::StoreError;
 use oncebox::app::AppError;
-use oncebox::error::HandlerError;
 use oncebox::http::idempotency::{IdempotencyLayer, IdempotencyScope, JsonCommand, TypedOperation};
-use oncebox::operation::{Endpoint, Engine, EngineOptions, Mode, Outcome, Reply, Route, Scope};
+use oncebox::operation::{Endpoint, Engine, EngineOptions, Mode, Route, Scope};
 
 impl JsonCommand for Pay {}
 
@@ -179,17 +178,9 @@ fn through<S: Yard>(
         let (typed, maker) = (typed.clone(), Arc::clone(&maker));
         Box::pin(async move {
             typed
-                .serve(request, move |asked, mut tx| {
+                .serve(request, move |asked, tx| {
                     let maker = Arc::clone(&maker);
-                    Box::pin(async move {
-                        let (id, pay) = (tx.operation_id(), &asked.command);
-                        S::pay(tx.connection(), id, pay.account, pay.amount).await?;
-                        tx.enqueue_last(maker.message())?;
-                        let paid = serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount });
-                        Reply::json(201, &paid)
-                            .map(Outcome::Completed)
-                            .map_err(|error| HandlerError::terminal(error.to_string()))
-                    })
+                    Box::pin(async move { paid(tx, &asked.command, &maker).await })
                 })
                 .await
         })

@@ -14,7 +14,7 @@ use super::Load;
 use super::bed::Bed;
 use super::crowd::crowd;
 use super::figure::Figure;
-use super::pay::{CLIENTS, Pay, milliseconds};
+use super::pay::{CLIENTS, Pay, milliseconds, paid};
 use super::usage::resident;
 use super::work::Maker;
 use super::yard::Yard;
@@ -22,10 +22,8 @@ use crate::common::failed;
 use crate::progress::Rounds;
 use oncebox::StoreError;
 use oncebox::app::AppError;
-use oncebox::error::HandlerError;
 use oncebox::operation::{
-    Answered, Code, Endpoint, Engine, EngineOptions, Key, KeyFormat, KeyGiven, Mode, Outcome, Registered, Reply, Route,
-    Scope,
+    Answered, Code, Endpoint, Engine, EngineOptions, Key, KeyFormat, KeyGiven, Mode, Registered, Route, Scope,
 };
 
 const DUPLICATES: usize = 1_000;
@@ -74,17 +72,9 @@ impl<S: Yard> Transactional<S> {
                 Some(self.scope.clone()),
                 KeyGiven::Given(key),
                 command,
-                move |pay: &Pay, mut tx| {
+                move |pay: &Pay, tx| {
                     let maker = Arc::clone(&maker);
-                    Box::pin(async move {
-                        let id = tx.operation_id();
-                        S::pay(tx.connection(), id, pay.account, pay.amount).await?;
-                        tx.enqueue_last(maker.message())?;
-                        let paid = serde_json::json!({ "id": id, "status": "settled", "amount": pay.amount });
-                        Reply::json(201, &paid)
-                            .map(Outcome::Completed)
-                            .map_err(|error| HandlerError::terminal(error.to_string()))
-                    })
+                    Box::pin(async move { paid(tx, pay, &maker).await })
                 },
             )
             .await;

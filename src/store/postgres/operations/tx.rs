@@ -16,7 +16,7 @@ use crate::operation::port::{Basis, Begun, Fenced, KeyClaim, OperationTx, Owned,
 use crate::operation::rules::Mode;
 use crate::operation::rules::retention::Retention;
 use crate::store::bounded::{Ask, Bounded};
-use crate::store::sql::forgotten::Former;
+use crate::store::sql::forgotten::{Former, forget_former};
 use crate::store::sql::{Session, Statement, records, savepoint_name, sql};
 
 /// A transaction in which one claim stands.
@@ -152,9 +152,7 @@ async fn staked_in(
     let is_free =
         !needs_lock || !tx.rows(sql(LOCK_FREE).bind("digest", &claim.identity.digest()[..])).await?.is_empty();
     if is_free && let Some(token) = stake(&mut tx, claim, records::renewal(claim, basis, owned), owned).await? {
-        if let Some(former) = Former::of(basis) {
-            former.forget(&mut tx).await?;
-        }
+        forget_former(&mut tx, basis).await?;
         return Ok(Begun::Claimed((tx, token)));
     }
     // A new statement sees what was committed meanwhile.
