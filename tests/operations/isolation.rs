@@ -201,7 +201,7 @@ async fn r27_o2_a_guard_whose_transaction_cannot_be_serialized_commits_nothing_a
             let others = i64::from(matches!(beside, Beside::Skew));
             assert_eq!(world.effects().await, others, "{level}, {beside:?}: it committed nothing");
             // The same again, undisturbed.
-            until("its pause is over", || async {
+            until("its key runs again", || async {
                 let (answer, error) = guarded(&database, &world, level, Beside::Nothing).await;
                 assert!(error.is_none(), "{level}, {beside:?}: {error:?}");
                 let EdgeAnswer::Answered(answered) = answer else { panic!("{level}, {beside:?}: {answer:?}") };
