@@ -82,8 +82,8 @@ async fn r27_pitfall_5_a_serialization_failure_of_the_handler_or_of_commit_runs_
             assert!(calls >= 3, "{level}: one of them ran again: {calls}");
             assert_eq!(world.store.number("select n::bigint from place").await, 2 * (number as i64 + 1), "{level}");
         }
-        // Each counts what it does not see of the other: only what ends the transaction can find
-        // that out.
+        // Each counts what it does not see of the other. Who is faster decides where that is found
+        // out: at the second one's insert, at the statement of its outcome, or at COMMIT.
         let world = at(&direct, "serializable").await;
         let counts = "insert into effect (text) select count(*)::text from effect";
         let calls = both(&world, ["key-0000000000000005", "key-0000000000000006"], "serializable", counts).await;
