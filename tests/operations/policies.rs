@@ -79,7 +79,7 @@ async fn o23_m98_a_retry_after_expiry_is_rejected_where_the_route_says_so<S: Sql
     let look = world.store.find(&identity("t1", &key)).await.unwrap();
     assert!(look.purged_below.is_some(), "the purge left its bound");
     problem(run(&world, &endpoint, &key, "a", effect(&gate)).await, Code::KeyExpired);
-    // Also where it is claimed without a look of its own, because the last request was a first one.
+    // Also behind a request that found no record, after which other routes claim without a look.
     problem(run(&world, &endpoint, &key, "a", effect(&gate)).await, Code::KeyExpired);
     // A clock that is an hour ahead.
     let mut ahead = *uuid::Uuid::now_v7().as_bytes();
