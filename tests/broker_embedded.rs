@@ -1,5 +1,4 @@
-//! The embedded broker within one process: the conformance suite, the file, turns, leases,
-//! retention.
+//! The embedded broker within one process: the conformance suite, the file, leases, retention.
 #![cfg(feature = "embedded")]
 #![allow(clippy::unwrap_used)]
 
@@ -220,8 +219,9 @@ async fn a_session_whose_topic_was_made_anew_with_more_partitions_ends() {
     publisher.close().await;
 }
 
+/// Another connection sees it. Whether the commit was synced is not seen here.
 #[tokio::test]
-async fn a_row_is_on_disk_before_it_is_settled() {
+async fn a_row_is_committed_before_it_is_settled() {
     let embedded = Embedded::new();
     let broker = open(EmbeddedConfig::new(embedded.file())).await;
     let mut publisher = broker.publisher().await.unwrap();
@@ -234,7 +234,7 @@ async fn a_row_is_on_disk_before_it_is_settled() {
 }
 
 #[tokio::test]
-async fn a_message_that_is_too_large_is_refused_for_what_it_is_and_its_key_goes_no_further_in_the_session() {
+async fn a_message_that_is_too_large_is_refused_for_what_it_is_and_its_key_goes_no_further_until_that_is_known() {
     let embedded = Embedded::new();
     let broker = open(EmbeddedConfig { message_bytes_max: 1_000, ..EmbeddedConfig::new(embedded.file()) }).await;
     let mut publisher = broker.publisher().await.unwrap();
@@ -256,6 +256,8 @@ async fn a_message_that_is_too_large_is_refused_for_what_it_is_and_its_key_goes_
     assert!(matches!(settled[4].outcome, Err(Refusal::Message(_))));
     assert!(settled[5].outcome.is_ok(), "a message without a key holds nothing");
     assert_eq!(broker.read_all("t").await.unwrap().len(), 3);
+    // Now the runtime knows of the refusal, and may go on with the key.
+    assert!(publish(publisher.as_mut(), vec![message(Some("a"), b"7")]).await[0].outcome.is_ok());
 }
 
 #[tokio::test]
@@ -416,8 +418,8 @@ async fn g9_a_member_that_others_buried_loses_everything_and_joins_anew() {
     anew.close().await;
 }
 
-/// A heartbeat that looked for the member alone let it keep its place in the group; it had no
-/// partition of the new topic, and said nothing.
+/// Shown by: a heartbeat that looks for the member alone. The member kept its place in the group,
+/// had no partition of the new topic, and said nothing.
 #[tokio::test]
 async fn a_member_of_which_one_topic_was_deleted_ends_and_the_next_one_reads_the_topic_made_anew() {
     let embedded = Embedded::new();
@@ -606,6 +608,8 @@ async fn check_looks_at_the_file_and_says_how_far_a_group_is_behind() {
     read(subscriber.as_mut(), 100, false).await;
     let findings = broker.check(&[subscription()]).await.unwrap();
     assert!(findings.iter().all(|finding| finding.severity != Severity::Refused), "{findings:?}");
+    let looked_at = |name: &str| findings.iter().any(|finding| finding.name == name);
+    assert!(looked_at("file") && looked_at("journal"), "{findings:?}");
     let group = findings.iter().find(|finding| finding.name == "group c").unwrap();
     assert!(group.detail.starts_with("members: 1, rows not acknowledged: 100"), "{group:?}");
     subscriber.close().await;

@@ -332,6 +332,7 @@ async fn processes_that_are_killed_lose_nothing_and_keep_the_order_of_every_key(
         log.iter().map(|arrived| String::from_utf8(arrived.key.clone().unwrap()).unwrap()).collect();
     let in_log = assert_order(keys.iter().map(String::as_str).zip(log.iter().map(number)));
     assert_eq!(in_log, everything(ROWS), "every row is in the log");
+    assert!(log.len() > 2 * ROWS, "no row was sent anew: nothing is shown");
     eprintln!("{} rows in the log, {} sent anew after kills", log.len(), log.len() - 2 * ROWS);
 
     let until = Instant::now() + PATIENCE;
@@ -347,10 +348,9 @@ async fn processes_that_are_killed_lose_nothing_and_keep_the_order_of_every_key(
         tokio::time::sleep(Duration::from_millis(100)).await;
     };
     eprintln!("{} deliveries were handled", handled.lines().count());
+    assert!(consumers.iter_mut().all(|one| one.child.try_wait().unwrap().is_none()), "a consumer ended by itself");
 }
 
-/// A process is frozen beyond its session, another one takes over; woken, it acknowledges and
-/// changes nothing (G9).
 /// SQLite opens a file for reading that it may not write, and such a connection never writes. Shown
 /// to fail: with a session on that connection, which is blocked for ever.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -364,6 +364,8 @@ async fn a_file_that_was_read_only_when_a_session_began_is_written_by_the_next()
     assert_eq!(broker.read_all("t").await.unwrap().len(), 3);
 }
 
+/// A process is frozen beyond its session, another one takes over; woken, it acknowledges and
+/// changes nothing (G9).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn g9_a_process_that_was_frozen_and_taken_over_changes_nothing_when_it_wakes() {
     let directory = tempfile::tempdir().unwrap();

@@ -123,6 +123,8 @@ async fn r30_queues_behind_the_hash_exchange_keep_a_key_together_and_spread_keyl
         assert!(seen.iter().all(|(place, _)| *place == seen[0].0), "{key:?} is split: {seen:?}");
         assert!(seen.is_sorted_by_key(|(_, number)| *number), "{key:?} is out of order: {seen:?}");
     }
+    let spread: BTreeSet<_> = keys.values().map(|seen| &seen[0].0).collect();
+    assert!(spread.len() > 1, "all keys fell into {spread:?}");
     assert_eq!(keyless.len(), 4, "R20: keyless messages all fell into {keyless:?}");
     assert!(subscriber.caught_up().await.unwrap());
     let findings = broker.check(&[corner.subscription()]).await.unwrap();
@@ -218,6 +220,7 @@ async fn a_tap_sees_everything_since_it_was_made_however_often_it_is_read() {
     let again = broker.clone().read_all(&corner.topic).await.unwrap();
     assert_eq!(again[..2_500], first[..]);
     assert_eq!(seen(&again[2_500..]), [9_999]);
+    broker.remove(&[corner.subscription()]).await.unwrap();
     corner.clean(&[]).await;
 }
 
