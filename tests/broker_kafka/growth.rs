@@ -23,8 +23,8 @@ async fn send(publisher: &mut Box<dyn Publisher>, topic: &str) -> Vec<i32> {
 /// On the code before nobody heard of it: later messages of a key went to another partition, and
 /// nothing said why they were handled first.
 #[tokio::test]
-async fn b10_a_topic_that_gets_partitions_is_told_once_between_sessions_and_within_one() {
-    let Some(mut kafka) = Kafka::with_topic("b10_a_topic_that_gets_partitions_is_told_once", 1).await else { return };
+async fn a_topic_that_gets_partitions_is_told_once_between_sessions_and_within_one() {
+    let Some(mut kafka) = Kafka::with_topic("a_topic_that_gets_partitions_is_told_once", 1).await else { return };
     // So that the client of a session hears of new partitions within the test.
     kafka.config.properties.insert("topic.metadata.refresh.interval.ms".to_owned(), "200".to_owned());
     let (heard, _hearing) = hear();

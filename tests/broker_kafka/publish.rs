@@ -77,6 +77,7 @@ async fn g3_nothing_of_its_key_is_taken_behind_the_first_message_of_a_session_th
         (seed >> 56) as u8
     });
     let noise: Vec<u8> = noise.take(300_000).collect();
+    let mut refused = 0;
     for round in 0..5 {
         let key = format!("k{round}");
         let small = (1..100).map(|n| message(&kafka.topic, Some(&key), format!("{n}{}", "x".repeat(1_000))));
@@ -92,9 +93,12 @@ async fn g3_nothing_of_its_key_is_taken_behind_the_first_message_of_a_session_th
         }
         publisher.close().await;
         assert!(settled.iter().all(|row| row.outcome.is_err()), "{settled:?}");
+        refused += settled.iter().filter(|row| matches!(row.outcome, Err(Refusal::Message(_)))).count();
         let found = kafka.broker().read_all(&kafka.topic).await.unwrap();
         assert_eq!(found.len(), 0, "round {round}: later messages stand in the topic without the refused one");
     }
+    // A session that ends without an outcome would meet all of the above.
+    assert!(refused > 0, "the broker refused no message");
 }
 
 // Shown: with the checks of `ready` and of `stands_behind` taken out of `send`, r1 and r2 fail as

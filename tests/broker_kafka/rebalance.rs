@@ -82,8 +82,8 @@ impl Member {
 
 // Shown: without the commit in `revoke` what was acknowledged comes again, to the new owner.
 #[tokio::test(flavor = "multi_thread")]
-async fn g4_nothing_is_lost_and_nothing_drained_comes_again_when_members_come_and_go_under_load() {
-    let name = "g4_nothing_is_lost_and_nothing_drained_comes_again_when_members_come_and_go_under_load";
+async fn nothing_is_lost_and_nothing_drained_comes_again_when_members_come_and_go_under_load() {
+    let name = "nothing_is_lost_and_nothing_drained_comes_again_when_members_come_and_go_under_load";
     let Some(kafka) = Kafka::with_topic(name, 4).await else { return };
     let broker = kafka.broker();
     let mut subscription = kafka.subscription(&unique("group"));
@@ -179,8 +179,8 @@ async fn a_member_that_is_dropped_is_replaced() {
 const CHILD: &str = "ONCEBOX_KAFKA_TEST_CHILD";
 
 #[tokio::test]
-async fn g4_a_member_that_is_killed_is_taken_over() {
-    let name = "g4_a_member_that_is_killed_is_taken_over";
+async fn a_member_that_is_killed_is_taken_over() {
+    let name = "a_member_that_is_killed_is_taken_over";
     if let Ok(work) = std::env::var(CHILD) {
         return be_killed(&work).await;
     }

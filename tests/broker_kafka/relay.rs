@@ -173,8 +173,8 @@ async fn g3_nothing_of_its_key_follows_a_message_that_is_too_large() {
     relay.end().await;
 }
 
-/// A topic whose limit is lowered while messages flow: only the broker knows, and the client holds
-/// later ones of the key.
+/// A topic whose limit is lowered while messages flow: at first only the broker knows, and the
+/// client holds later ones of the key. After the first refusal the client knows the limit too.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn g3_messages_that_only_the_broker_finds_too_large_are_dead_in_order_and_others_flow() {
     let Some(kafka) = Kafka::with_topic("g3_messages_that_only_the_broker_finds", 2).await else { return };

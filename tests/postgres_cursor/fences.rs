@@ -67,8 +67,8 @@ async fn r7_a_sequence_behind_the_cursor_is_loud_and_nothing_is_sent() {
 }
 
 #[tokio::test]
-async fn r1_a_sequence_with_a_cache_is_refused() {
-    with_database("r1_a_sequence_with_a_cache_is_refused", |database| async move {
+async fn r1_a_schema_that_was_changed_is_refused_by_name() {
+    with_database("r1_a_schema_that_was_changed_is_refused_by_name", |database| async move {
         let refused = |findings: Vec<Finding>| {
             let refused = findings.into_iter().filter(|finding| finding.severity == Severity::Refused);
             refused.map(|finding| finding.name).collect::<Vec<_>>()
