@@ -89,6 +89,8 @@ async fn r34_every_limit_holds_at_the_function() {
     .await
     .unwrap();
     assert_eq!(ids.iter().collect::<std::collections::HashSet<_>>().len(), 3);
+    let there: i64 = sqlx::query_scalar("select count(*) from oncebox_outbox").fetch_one(&mut app).await.unwrap();
+    assert_eq!(there, 3);
     execute(&mut app, "rollback").await;
     assert_eq!(db.count("oncebox_outbox").await, 0);
 }

@@ -55,10 +55,10 @@ async fn every_table_column_and_index_says_what_it_is_for() {
     assert!(silent.is_empty(), "{silent:?}");
 }
 
-/// Shown to fail: with the list taken for one name; with a server that takes no writes taken too.
+/// Shown to fail: with the list taken for one name.
 #[tokio::test(flavor = "multi_thread")]
-async fn of_several_hosts_the_first_that_is_there_and_takes_writes_is_used() {
-    let test = "of_several_hosts_the_first_that_is_there_and_takes_writes_is_used";
+async fn of_several_hosts_the_first_that_is_there_is_used() {
+    let test = "of_several_hosts_the_first_that_is_there_is_used";
     let Some(url) = service(test, "ONCEBOX_TEST_MARIADB") else { return };
     let store = MySqlStore::connect(&StoreOptions::new(url.replace("@", "@127.0.0.1:1,"))).await.unwrap();
     let one: i64 = sqlx::query_scalar("select 1").fetch_one(store.pool()).await.unwrap();
@@ -116,7 +116,10 @@ async fn a_server_that_is_not_there_is_unavailable_at_once() {
 async fn r12_there_is_no_trigger_and_every_pattern_ends_at_the_very_end() {
     let Some(db) = Db::new("r12_there_is_no_trigger_and_every_pattern_ends_at_the_very_end").await else { return };
     assert_eq!(db.count("information_schema.triggers where trigger_schema = database()").await, 0);
-    for line in MySqlStore::script().lines().filter(|line| line.contains("regexp") || line.contains("rlike")) {
+    let script = MySqlStore::script();
+    let patterns: Vec<&str> = script.lines().filter(|line| line.contains("regexp") || line.contains("rlike")).collect();
+    assert!(patterns.len() >= 5, "{patterns:?}");
+    for line in patterns {
         assert!(line.contains(r"'\\A") && !line.contains("$'"), "a `$` takes a trailing newline: {line}");
     }
 }

@@ -301,6 +301,7 @@ async fn ids_come_back_in_the_order_of_the_messages_and_of_their_positions() {
         }
         let rows =
             connection.fetch_all("select message_id, payload from oncebox.outbox order by position").await.unwrap();
+        assert_eq!((ids.len(), rows.len()), (500, 500));
         for (number, (row, id)) in rows.iter().zip(&ids).enumerate() {
             assert_eq!(row.get::<Uuid, _>(0), *id);
             assert_eq!(row.get::<Vec<u8>, _>(1), number.to_string().into_bytes());

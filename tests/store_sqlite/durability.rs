@@ -63,7 +63,7 @@ async fn r5_every_checkpoint_is_a_commit_of_its_own_after_the_read() {
     }
 }
 
-/// A13: an id is a position that nobody had before, also after the table was emptied.
+/// A position is one that no row had before, also after the table was emptied.
 #[tokio::test]
 async fn positions_are_never_used_twice() {
     let trial = Trial::<SqliteFile>::start("positions").await.unwrap();
@@ -92,7 +92,8 @@ async fn g11_a_read_of_large_messages_ends_early() {
     loop {
         let batch = session.read(500).await.unwrap();
         let bytes: usize = batch.rows.iter().map(|row| row.message.payload.len()).sum();
-        assert!(bytes <= 9_600_000, "{bytes}");
+        // The last message may pass the bound.
+        assert!(bytes < (4 << 20) + 800_000, "{bytes}");
         seen.extend(batch.rows.iter().map(|row| row.message.payload[0]));
         session.checkpoint(Mark::default()).await.unwrap();
         if !batch.more {
@@ -190,12 +191,12 @@ async fn a_migration_that_was_changed_after_it_was_applied_is_refused() {
     assert!(matches!(trial.store.migrate().await, Err(StoreError::Refused(why)) if why.contains("migration 2")));
 }
 
-/// Also what a rollback or a failed write leaves: every statement of the migrations is commented.
+/// SQLite keeps no comments of its own, so they stand in the text that `migrate print` shows.
 #[test]
 fn every_table_and_column_is_commented() {
     let script = SqliteStore::script();
     let (_, migrations) = script.split_once("\n-- 1 ").unwrap();
-    let mut inside = false;
+    let (mut inside, mut columns) = (false, 0);
     for line in migrations.lines() {
         let trimmed = line.trim();
         if line.starts_with("create table") {
@@ -205,8 +206,10 @@ fn every_table_and_column_is_commented() {
         } else if inside && line.starts_with("    ") && !line.starts_with("     ") {
             let is_constraint = trimmed.starts_with("check") || trimmed.starts_with("primary key");
             assert!(is_constraint || trimmed.contains("-- "), "no comment: {line}");
+            columns += 1;
         }
     }
+    assert!(columns > 100, "only {columns} columns were found");
     for (number, line) in migrations.lines().enumerate() {
         if line.starts_with("create ") {
             let above = migrations.lines().nth(number - 1).unwrap();
