@@ -2,8 +2,9 @@
 //!
 //! An adapter implements [`Fixture`] for its tests and writes
 //! `oncebox_testkit::store_conformance!(MyFixture);`. This makes one test for each case, named
-//! after the sentence that it proves, each on its own database. A case whose name begins with `r`
-//! and a number proves that rule of the design; with `g` and a number, that promise.
+//! after the sentence that it proves, each on its own database. A case whose name begins with a
+//! letter and a number proves what stands under it: `g`, a promise, and `r` or `o`, a rule
+//! (`docs/reference/rules.md`); `m`, an item of the mission (`docs/reference/mission.md`).
 //!
 //! `Shown by: ...` and `Shown to fail: ...` name the defects with which the case failed.
 //!

@@ -213,7 +213,9 @@ pub async fn g11_a_reason_is_kept_up_to_its_bound<F: Fixture>(trial: &Trial<F>) 
     let messages = (0..2).map(|number| new_message("k", number.to_string())).collect();
     let (mut session, rows) = diverted(trial, messages, &[(0, long()), (1, destination())]).await;
     session.checkpoint(Mark { changed: vec![(rows[1].position, long())], ..Mark::default() }).await.unwrap();
-    for row in session.diverted(100).await.unwrap() {
+    let kept = session.diverted(100).await.unwrap();
+    assert_eq!(kept.len(), 2);
+    for row in kept {
         let Diversion::HeldDestination { reason } = row.diversion else { panic!("{row:?}") };
         assert_eq!(reason, "é".repeat(2_048), "{}", row.position);
     }
@@ -239,6 +241,10 @@ pub async fn a_mark_that_cannot_be_whole_changes_nothing<F: Fixture>(trial: &Tri
     let outcome = session.checkpoint(mark).await;
     assert!(matches!(outcome, Err(StoreError::Corrupt(_))), "{outcome:?}");
     assert_eq!(trial.store.status().await.unwrap().dead, 0);
+    // Nor did the cursor pass them.
+    drop(session);
+    let mut session = trial.session("a").await;
+    assert_eq!(payloads(&read_rows(&mut session, 2).await.0), ["0", "1"]);
 }
 
 /// Held rows that are read again obey the bound of bytes, as every read does. A read returns the

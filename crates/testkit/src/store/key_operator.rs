@@ -311,8 +311,8 @@ async fn ended<F: Fixture>(trial: &Trial<F>, key: &str, (strategy, outcome, undo
 type Shape = (&'static str, Option<Settled>, bool, Stage);
 
 /// The list of conflicts, which are kept until a person has judged them, agrees with the pure
-/// functions: for all combinations of up to three answers about an effect, and for each way in
-/// which the effect and its operation ended.
+/// functions: for each set of up to three different verdicts about an effect, always in the order
+/// of `verdicts`, and for each way in which the effect and its operation ended.
 ///
 /// Shown to fail: with a waiver without a send that counts like one for a send; with a statement
 /// that does not check whether an operator had accepted the declined send as a duplicate.
@@ -439,6 +439,7 @@ pub async fn o6_a_retry_is_the_workers_and_a_duplicate_is_accepted_by_name<F: Fi
     let (driven, _) = taken(trial, driven.operation_id).await;
     trial.store.park(&driven, "window over").await.unwrap();
     let seen = stored(trial, &driven).await;
+    assert_eq!(seen.attempts, 1, "what the retry sets back");
     trial.store.retry(&seen, false, false, &context(true)).await.unwrap();
     assert_eq!(stored(trial, &driven).await.parked.as_deref(), Some("window over"), "a dry run");
     trial.store.retry(&seen, false, false, &really()).await.unwrap();

@@ -1,5 +1,5 @@
-//! Cases of operations in phases over their lives: parked, recovered late, purged, used anew (O3,
-//! O4, O9, O22, M100).
+//! Cases of operations in phases over their lives: parked, recovered late, purged, used anew, in
+//! conflict with their evidence (O3, O4, O8, O9, O22, M100).
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use super::{Fixture, Trial};
 use oncebox::operation::provider::Settled;
 use oncebox::operation::{Mode, OperationName, Record, Stage, State};
 use oncebox::store::{
-    Basis, Begun, FIRST_POINT, Fenced, KeyOperator, Keys, NewEvidence, Operations, Operator, Phases, Proof, Taken,
+    Base, Basis, Begun, FIRST_POINT, Fenced, KeyOperator, Keys, NewEvidence, Operations, Operator, Phases, Proof, Taken,
 };
 
 /// No worker takes a parked operation, and its key shows that it is parked. Its stage is UNKNOWN,
@@ -59,8 +59,7 @@ pub async fn o3_what_is_recovered_late_is_remembered_from_its_outcome<F: Fixture
     assert_eq!(seen.state_at(look.now), State::Completed);
     assert_eq!(seen.expires_at, seen.outcome_at.map(|at| at.after(KEPT.ttl)));
     assert!(trial.store.body(&seen).await.unwrap().is_some());
-    // A purge removes an operation with everything that belongs to it, in batches, and nothing of
-    // other operations.
+    // A purge removes an operation with everything that belongs to it, and nothing of others.
     let more = outstanding(trial, &new_operation("more", LONG)).await;
     for done in [&more, &driven] {
         trial.store.observe(&observed(done, "success")).await.unwrap();
@@ -160,6 +159,7 @@ pub async fn o4_nothing_is_left_of_an_operation_whose_key_is_used_anew<F: Fixtur
 }
 
 /// Evidence that arrives while a conflict is judged was seen by nobody: it stays, and is listed.
+/// Here the record of the operation is gone, so the judgement deletes the evidence that it read.
 ///
 /// Shown by: a judgement that deletes all evidence of its operation.
 pub async fn o8_what_arrives_while_a_conflict_is_judged_is_not_judged_with_it<F: Fixture>(trial: &Trial<F>) {
@@ -246,9 +246,12 @@ pub async fn a_conflict_outlives_its_record_until_it_is_judged<F: Fixture>(trial
     }
 }
 
-/// The deployment id exists and stays the same.
+/// The deployment id exists, and another process reads the same.
 pub async fn o22_the_deployment_is_the_databases<F: Fixture>(trial: &Trial<F>) {
     let made = trial.store.deployment().await.unwrap();
     assert!(!made.is_nil());
     assert_eq!(trial.store.deployment().await.unwrap(), made);
+    let other = trial.fixture.connect().await;
+    assert_eq!(other.deployment().await.unwrap(), made);
+    other.close().await;
 }

@@ -1,4 +1,5 @@
-//! Cases of outcomes in the application's own transaction (O2).
+//! Cases of outcomes in the application's own transaction (O2), of what runs said that had lost
+//! their lease (O8), and of bodies that a purge takes (M100).
 
 use super::key_operator::{conflicts, really};
 use super::keys::{KEPT, SHORT, again, claim, completed, failed, over, record, retryable, run, take};
@@ -10,15 +11,14 @@ use oncebox::operation::{Mode, Retention, State};
 use oncebox::store::{Basis, Bridged, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, RunOutcome};
 use uuid::Uuid;
 
-/// The outcome commits or rolls back with the handler's transaction. An owner that was fenced
-/// writes none.
+/// The outcome commits or rolls back with the handler's transaction. No outcome is rewritten.
 pub async fn o2_a_bridged_outcome_goes_with_the_handlers_transaction<F: Fixture>(trial: &Trial<F>) {
     let claim = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
-    let old = take(trial, &claim).await;
+    let owner = take(trial, &claim).await;
     for commit in [false, true] {
         let mut tx = trial.begin().await;
         effect::<F>(&mut tx, "bridged", "1").await.unwrap();
-        assert_eq!(tx.finish_in(&old, &completed(), &KEPT).await.unwrap(), Fenced::Done);
+        assert_eq!(tx.finish_in(&owner, &completed(), &KEPT).await.unwrap(), Fenced::Done);
         if commit {
             tx.commit().await.unwrap();
         } else {
@@ -30,7 +30,7 @@ pub async fn o2_a_bridged_outcome_goes_with_the_handlers_transaction<F: Fixture>
     assert_eq!((found.state, trial.effects("bridged").await), (State::Completed, 1));
     assert!(trial.store.body(&found).await.unwrap().is_some());
     let mut tx = trial.begin().await;
-    let late = tx.finish_in(&old, &completed(), &KEPT).await.unwrap();
+    let late = tx.finish_in(&owner, &completed(), &KEPT).await.unwrap();
     tx.rollback().await.unwrap();
     assert_eq!(late, Fenced::LostOwnership);
 }

@@ -83,6 +83,11 @@ pub async fn the_status_counts_what_is_there<F: Fixture>(trial: &Trial<F>) {
     assert!((0.0..600.0).contains(&status.oldest_held_age_seconds), "{}", status.oldest_held_age_seconds);
     assert_eq!(email.oldest_waiting_age_seconds, 0.0);
     assert!(status.oldest_held_age_seconds > 0.0 && ledger.oldest_waiting_age_seconds > 0.0, "{status:?}");
+    eventually("what is pending has an age, and so has the cursor", || async {
+        let status = trial.store.status().await.unwrap();
+        (status.oldest_pending_age_seconds > 0.0 && status.shards[0].cursor_age_seconds > 0.0).then_some(())
+    })
+    .await;
 }
 
 /// Lists every state that an operator may ask for, of outbox and consumers. Shown by: a list of
@@ -464,7 +469,7 @@ pub async fn a_discarded_consumer_message_lets_its_key_go_on<F: Fixture>(trial: 
     assert_eq!(trial.store.known(consumer, &[first.id]).await.unwrap().len(), 1, "a redelivery is still a duplicate");
 }
 
-/// An edited message gets a new id. An id that is already known is refused.
+/// An edited message gets a new id and a header with the old one. A known id is refused.
 pub async fn a_redrive_under_a_new_id_is_another_message<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("ledger").await;
     let first = message("k", "1");
@@ -481,6 +486,8 @@ pub async fn a_redrive_under_a_new_id_is_another_message<F: Fixture>(trial: &Tri
     let leased = lease(trial, consumer).await.remove(0).message;
     assert_eq!((leased.id.uuid(), leased.payload.as_slice()), (id, b"edited".as_slice()));
     assert_eq!((&leased.topic, &leased.key, &leased.kind), (&first.topic, &first.key, &first.kind));
+    let cause = ("oncebox-causation-id".to_owned(), first.id.uuid().to_string().into_bytes());
+    assert_eq!(leased.headers, [&first.headers[..], &[cause]].concat(), "it names the id that it had");
     let ids = [first.id, MessageId::from(id)];
     assert_eq!(trial.store.known(consumer, &ids).await.unwrap().len(), 2, "both are known from now on");
     trial.park(consumer, &message("x", "1"), dead(true)).await;
