@@ -1,9 +1,9 @@
 //! A broker in memory, for tests of code that uses a broker: a log with a switch for each fault.
 //!
-//! Guarantees: it is deterministic (nothing random, no clock but the runtime's). It does what the
-//! conformance suite asks of every broker: order per key, offsets without holes, groups with fenced
-//! offsets, redelivery of what was not acknowledged. Every fault is a switch in [`Faults`]; without
-//! one nothing fails.
+//! Guarantees: it is deterministic (nothing random; the time of day only stamps records). It does
+//! what the conformance suite asks of every broker: order per key, offsets without holes, groups
+//! with fenced offsets, redelivery of what was not acknowledged. Every fault is a switch in
+//! [`Faults`]; without one nothing fails.
 //!
 //! Not here: durability, other processes.
 //!

@@ -7,8 +7,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::Fixture;
-use super::harness::{Case, assert_exactly, assert_order, assert_receipt, number, row, rows};
-use oncebox::broker::{Receipt, Refusal, Settled, Subscription, TopicState};
+use super::harness::{Case, assert_exactly, assert_order, assert_receipt, number, row, rows, subscription};
+use oncebox::broker::{Receipt, Refusal, Settled, TopicState};
 
 /// Every row that is sent settles once, with a receipt of the broker's kind. Without rows in flight
 /// `settle` returns at once.
@@ -157,7 +157,7 @@ pub async fn r19_a_topic_that_is_not_there_holds_only_its_own_rows_and_is_ready_
     assert_exactly(reader.arrived(), 0..100);
     reader.close().await;
 
-    let subscription = Subscription::new("later", vec![missing.clone()]);
+    let subscription = subscription(&missing);
     case.prepare(&subscription).await;
     case.within("the topic to be ready", async {
         while publisher.topic(&missing).await.expect("an answer") != TopicState::Ready {

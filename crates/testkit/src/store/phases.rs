@@ -553,6 +553,8 @@ pub async fn o13_a_rejection_of_the_first_phase_is_remembered_without_its_effect
 /// The proof finds this, whatever the handler did. What the handler committed stays, so the
 /// operation is parked and no phase runs again.
 ///
+/// Where something stands, the answer is `Ended`: after `Aborted` a driver runs the phase again.
+///
 /// Shown by: not comparing the transaction id; taking a lost savepoint for proof.
 pub async fn o1_a_handler_that_ends_the_transaction_of_a_phase_is_found_out<F: Fixture>(trial: &Trial<F>) {
     let ends: [&[&str]; 5] =
@@ -583,6 +585,9 @@ pub async fn o1_a_handler_that_ends_the_transaction_of_a_phase_is_found_out<F: F
             // After the handler ended the transaction, there may be nothing to roll back.
             let _ = tx.rollback().await;
             let committed = statements[0] == "commit" && F::CONCURRENT_WRITERS;
+            let stands = trial.effects(&key).await > 0;
+            assert!(stands || !committed, "{statements:?}");
+            assert!(proof == Proof::Ended || !stands, "{statements:?}: `Aborted` says that nothing stands");
             let found = trial.store.operation(driven.operation_id).await.unwrap();
             assert_eq!(found.is_some(), committed || !first, "{statements:?}");
             if let Some(found) = found {

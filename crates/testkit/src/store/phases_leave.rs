@@ -37,7 +37,8 @@ pub async fn o22_an_operation_that_cannot_be_read_is_parked_and_the_others_are_t
     assert_eq!((found.operations, found.unreadable.len(), found.unreadable[0].0), (vec![], 1, due[0].operation_id));
     assert_eq!(record(trial, &new_operation("corrupt", LONG).claim).await.state, State::UnknownRequiresRecovery);
     assert!(trial.store.take_due("create_charge", &[2], 10, LONG, &[]).await.unwrap().is_empty());
-    trial.run(&format!("delete from {} where state = 'IN_PROGRESS'", trial.table("idempotency_request"))).await;
+    let delete = format!("delete from {} where state = 'IN_PROGRESS'", trial.table("idempotency_request"));
+    assert_eq!(trial.run(&delete).await, 2);
     for (driven, _) in &due_now {
         assert_eq!(trial.store.park(driven, "record-gone").await.unwrap(), Fenced::Done);
         assert_eq!(stored(trial, driven).await.parked.as_deref(), Some("record-gone"));

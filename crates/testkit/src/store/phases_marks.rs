@@ -50,7 +50,8 @@ async fn goes_on<F: Fixture>(trial: &Trial<F>, driven: &Driven, reason: &str, ac
 
 /// A handler committed the transaction of its phase, and so its mark. The mark stays: also for
 /// another driver, behind another point, and after parking for a reason that says nothing of the
-/// phase. It is removed when an operator accepts a duplicate and lets the operation go on.
+/// phase. Parking for the reason that tells an operator of it removes it: from then on only one who
+/// accepts a duplicate lets the operation go on.
 ///
 /// Shown by: no mark; a mark that every reason removes, that a phase of another epoch removes, or
 /// that no reason removes.

@@ -64,9 +64,9 @@ pub async fn r25_only_the_head_of_a_key_is_leased<F: Fixture>(trial: &Trial<F>) 
     // Also a message behind the head that has a due time is not leased.
     trial.park(consumer, &message("a", "a4"), due()).await;
     assert!(lease(trial, other).await.is_empty(), "another consumer's");
-    assert!(lease_one(trial, consumer, LEASE).await.is_some());
-    let rest = lease(trial, consumer).await;
-    assert_eq!(rest.len(), 1);
+    let mut heads = payloads(&lease(trial, consumer).await);
+    heads.sort_unstable();
+    assert_eq!(heads, ["a1", "b1"]);
     assert!(lease(trial, consumer).await.is_empty());
 }
 
@@ -256,6 +256,8 @@ pub async fn a_waiting_message_is_left_to_a_process_that_takes_its_kind_and_read
     let of_kind = |key: &str, kind: &str| Message { kind: kind.to_owned(), ..message(key, key) };
     trial.park(consumer, &of_kind("a", "new"), due()).await;
     trial.park(consumer, &of_kind("a", "old"), ParkAs::Behind).await;
+    // It must not go past the one before it.
+    trial.park(consumer, &of_kind("a", "new"), ParkAs::Behind).await;
     trial.park(consumer, &of_kind("b", "old, too"), due()).await;
     let kinds = |kinds: &[&str]| Some(kinds.iter().map(|kind| (*kind).to_owned()).collect());
     let other_place = Scope { topics: vec!["refunds".into()], places: vec!["refunds.c".into()], kinds: None };
