@@ -63,13 +63,14 @@ fn every_program_and_command_explains_itself() {
         }
         let undocumented = text.lines().filter(|line| line.trim_start().starts_with("--") || line.starts_with("  -"));
         for line in undocumented {
-            // What it is for stands behind it or on the next line.
+            // What it is for stands behind it or on the next line, which is indented further than
+            // the next flag.
             let flag = line.trim().split([' ', ',']).next().unwrap();
             let (_, after) = text.split_once(line).unwrap();
             let mut words = line.split_once("  ").map_or("", |(_, rest)| rest).split_whitespace();
             let next = after.lines().nth(1).unwrap_or_default();
             assert!(
-                words.any(|word| !word.starts_with(['-', '<', '['])) || next.starts_with("     "),
+                words.any(|word| !word.starts_with(['-', '<', '['])) || next.starts_with("          "),
                 "{path:?} {flag}"
             );
         }
@@ -113,9 +114,10 @@ fn completions_know_every_command_and_bash_reads_its_own() {
     }
 }
 
-/// Each shell judges its own script, where it is there.
+/// Each shell judges its own script. Only bash must be there.
 fn judge(shell: &str, script: &str) {
     let Ok(mut reader) = Command::new(shell).arg("-n").stdin(Stdio::piped()).stderr(Stdio::piped()).spawn() else {
+        assert_ne!(shell, "bash", "it cannot be started");
         return;
     };
     reader.stdin.take().unwrap().write_all(script.as_bytes()).unwrap();

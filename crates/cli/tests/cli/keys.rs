@@ -133,6 +133,7 @@ fn keys_are_listed_as_hashes_and_shown_whole_only_where_they_are_named() {
         (&["--state", "unknown"], 0),
         (&["--state", "expired"], 0),
         (&["--older-than", "1h"], 0),
+        (&["--older-than", "0s"], 2),
         (&["--limit", "1"], 1),
     ] {
         assert_eq!(hashes(&place, filter).len(), count, "{filter:?}");
@@ -331,6 +332,7 @@ fn operations_are_listed_and_shown_with_their_evidence_and_without_what_was_sent
         (&["--parked"], 1),
         (&["--conflicts"], 0),
         (&["--older-than", "1h"], 0),
+        (&["--older-than", "0s"], 2),
         (&["--limit", "1"], 1),
     ] {
         assert_eq!(ids(&place, filter).len(), count, "{filter:?}");

@@ -1,8 +1,8 @@
 //! The three programs as a person or script sees them from outside: exit codes, what is said where,
 //! what is refused by name, and that no password is ever shown.
 //!
-//! Most tests run on a SQLite file and the embedded broker; `servers` and `unreachable` on the real
-//! ones.
+//! Most tests run on a SQLite file and the embedded broker; `servers`, `stuck`, `unreachable` and
+//! single tests of other files run on the real ones.
 #![cfg(all(
     feature = "postgres",
     feature = "mysql",

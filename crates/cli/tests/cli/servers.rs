@@ -203,7 +203,7 @@ fn a_topic_without_a_queue_on_rabbitmq_is_shown_with_what_to_do() {
 /// no message is missed.
 #[test]
 fn the_number_of_queues_is_changed_by_a_command_that_says_what_to_do() {
-    let test = "the_number_of_queues_is_changed_by_a_command";
+    let test = "the_number_of_queues_is_changed_by_a_command_that_says_what_to_do";
     let Some(world) = World::on(test, "ONCEBOX_TEST_POSTGRES", "ONCEBOX_TEST_RABBITMQ") else { return };
     let two = |program: Program| program.env("ONCEBOX_BROKER__RABBITMQ__PARTITIONS", "2");
     let repartition = || two(world.oncebox(&["queues", "repartition", "--wait", "0s"]));

@@ -17,7 +17,7 @@ use crate::support::{eventually, unique};
 /// once.
 pub(crate) const SOON: Duration = Duration::from_secs(120);
 
-/// The three programs.
+/// The programs.
 pub(crate) const ONCEBOX: &str = env!("CARGO_BIN_EXE_oncebox");
 pub(crate) const PUBLISHER: &str = env!("CARGO_BIN_EXE_publisher");
 
@@ -65,7 +65,7 @@ impl Stage {
         finished(self.command(binary, args, None))
     }
 
-    /// Starts it; its log is named after its last argument.
+    /// Starts it with a log of this name.
     pub(crate) fn start(&self, mut command: Command, log: &str) -> Process {
         command.env("RUST_BACKTRACE", "1");
         Process::start(command, &self.path(&format!("{log}.log")))

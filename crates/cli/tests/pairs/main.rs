@@ -1,8 +1,8 @@
 //! The end-to-end promise with real processes: enqueue, relay, consume, with kills, on all nine
 //! pairs of store and broker.
 //!
-//! The three main pairs live through at least fifty kills each (`ONCEBOX_TEST_CRASH_ROUNDS` for
-//! more); the other six, with two consumers of one name, through a few.
+//! The three main pairs live through fifty kills each, or as many as `ONCEBOX_TEST_CRASH_ROUNDS`
+//! says; the other six, with two consumers of one name, through a few.
 #![allow(clippy::unwrap_used)]
 
 mod business;

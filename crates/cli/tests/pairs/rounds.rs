@@ -1,8 +1,9 @@
 //! Rounds of a pair: a burst of payments, a SIGKILL while at least a hundred messages are in
 //! flight, the restart, the check.
 //!
-//! Services, topics, groups and all data live through all rounds. A kill that hit nothing in flight
-//! is no round.
+//! In flight is what is committed and has no effect yet. Whether the killed process had any of it
+//! in hand is not known: the publisher may have sent all of it. Services, topics, groups and all
+//! data live through all rounds. A kill with less in flight is no round.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -112,6 +113,7 @@ pub(crate) async fn play<B: Business>(pair: Pair) {
     for consumer in consumers {
         consumer.stop(SETTLE);
     }
+    assert_eq!(store.ledger_count().await, writer.payments, "{}: at its end", pair.name);
     store.close().await;
 }
 

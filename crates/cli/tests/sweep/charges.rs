@@ -47,10 +47,10 @@ async fn a_charge_from_its_first_request_to_its_last(database: &str) {
     assert_eq!((reused.status, reused.code().as_str()), (409, "MERCHANT_REFERENCE_REUSED"));
     assert!(api.post("/charges", THREE, &body(999, "order-1")).await.replayed);
     assert_eq!(provider.count().await, (1, 1));
-    declined_and_pending(&api, &provider).await;
+    declined(&api, &provider).await;
 }
 
-async fn declined_and_pending(api: &Api, provider: &ProviderProcess) {
+async fn declined(api: &Api, provider: &ProviderProcess) {
     provider.fault("decline", 1, 0).await;
     let declined = api.post("/charges", FOUR, &body(800, "order-2")).await;
     assert_eq!((declined.status, declined.code().as_str(), declined.replayed), (402, "PROVIDER_DECLINED", false));
