@@ -148,9 +148,10 @@ async fn receipts_can_be_held_while_rows_are_appended() {
     let mut publisher = broker.publisher().await.unwrap();
     publisher.send((0..).zip(messages("a", 3)).collect()).await.unwrap();
     assert_eq!(payloads(&broker).await.len(), 3);
+    let mut settled = Vec::new();
+    assert!(futures_util::FutureExt::now_or_never(publisher.settle(&mut settled)).is_none(), "receipts are held");
     let faults = broker.faults();
     let release = tokio::spawn(async move { faults.hold_receipts(false) });
-    let mut settled = Vec::new();
     publisher.settle(&mut settled).await.unwrap();
     release.await.unwrap();
     assert_eq!(settled.len(), 3);
@@ -165,6 +166,8 @@ async fn a_broker_that_is_away_ends_sessions_and_opens_none() {
     assert!(matches!(publisher.topic("t").await, Err(BrokerError::Unavailable(_))));
     assert!(matches!(subscriber.next().await, Err(BrokerError::Unavailable(_))));
     assert!(matches!(broker.publisher().await, Err(BrokerError::Unavailable(_))));
+    let again = Subscription::new("c", vec!["t".into()]);
+    assert!(matches!(broker.subscriber(&again).await, Err(BrokerError::Unavailable(_))));
     broker.faults().away(None);
     assert!(matches!(publisher.topic("t").await, Err(BrokerError::Session(_))), "the old session stays ended");
     broker.publisher().await.unwrap();
@@ -193,7 +196,7 @@ async fn lost_acknowledgements_and_expired_leases_bring_rows_again() {
     let mut sequences = Vec::new();
     let mut lost = 0;
     for acknowledged in [1, 3] {
-        // The second time acknowledgements arrive again, from the third row on.
+        // The acknowledgement of the first two rows is lost, that of all four arrives.
         broker.faults().lose_acknowledgements(acknowledged == 1);
         loop {
             match subscriber.next().await.unwrap() {

@@ -266,6 +266,7 @@ async fn m109_a_second_call_has_no_effect_and_gets_the_same_message() {
     let world = World::new().await;
     let first = world.call(KEY, payment(100)).await.unwrap();
     assert_eq!(first.metadata().get(REPLAYED_METADATA), None);
+    assert_eq!(first.metadata().get("location").unwrap(), "payments/7");
     let in_field = CreatePayment { request_id: KEY.to_owned(), ..payment(100) };
     for (key, command) in [(KEY, payment(100)), ("", in_field.clone()), (KEY, in_field)] {
         let again = world.call(key, command).await.unwrap();

@@ -123,9 +123,11 @@ async fn o27_a_key_keeps_its_request() {
     client.send(&request).await.unwrap();
     let key = request.key().as_str();
     let url = format!("{}/payments", server.origin);
-    let elsewhere = Request::new("POST", &format!("{url}/x"), "{}").unwrap().with_key(key).unwrap();
-    let other_url = client.send(&elsewhere).await.unwrap_err();
-    assert!(matches!(other_url, ClientError::Journal(JournalError::OtherRequest)), "{other_url}");
+    for (method, place) in [("POST", format!("{url}/x")), ("PUT", url.clone())] {
+        let elsewhere = Request::new(method, &place, "{}").unwrap().with_key(key).unwrap();
+        let other = client.send(&elsewhere).await.unwrap_err();
+        assert!(matches!(other, ClientError::Journal(JournalError::OtherRequest)), "{method} {place}: {other}");
+    }
     let changed = Request::new("POST", &url, "{}").unwrap().with_key(key).unwrap();
     let other_body = client.send(&changed).await.unwrap_err();
     assert!(matches!(other_body, ClientError::Journal(JournalError::OtherBody)), "{other_body}");

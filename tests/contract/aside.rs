@@ -11,8 +11,9 @@ use uuid::Uuid;
 use super::kit::{Act, Behind, Does, Sql, World, behind_a_proxy, consumer_options, on_mariadb, on_postgres};
 use super::proxy::{Failure, When};
 
-/// The frozen process has inserted the first message of five keys, and its partition is found open
-/// by the next owner: each message that this one does not know runs alone in it.
+/// The frozen process has inserted the first message of five keys, and the next owner finds its
+/// partition open. What the inbox does not know is suspect there: the owner asks whether it is free
+/// before it runs it.
 async fn the_other_keys_flow<S: Sql>(world: World<S>) {
     world.left_open(0..1).await;
     let keys = ["a", "b", "c", "d", "e"];

@@ -187,9 +187,10 @@ async fn lease<S: Sql>(behind: Behind<S>) {
         if message.attempt < 3 { fails() } else { Act::Done }
     };
     proxy.fail_at("skip locked", "COMMIT", 0, When::BeforeAnswer, Failure::Cut);
-    let consumer = through.consumer(unhurried(Failure::Cut), Does(handler));
+    // A lease lasts longer than a handler may run. Without a return, this one ends after the wait.
+    let options = ConsumerOptions { handler_timeout: SOON * 2, ..consumer_options() };
+    let consumer = through.consumer(options, Does(handler));
     direct.deliver_all(&["a1"]);
-    // Long before the lease ends.
     direct.until_effects(&["a1"]).await;
     assert!(proxy.has_failed());
     assert_eq!(*tries.lock().unwrap(), BTreeSet::from([1, 2, 3]), "a try was counted for the database");

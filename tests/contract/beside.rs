@@ -35,16 +35,14 @@ async fn g6_a_waiting_message_that_hangs_in_its_handler_stops_no_other_key<S: Sq
         "w1" if others.fetch_add(1, Ordering::Relaxed) < 2 => fails(),
         _ => Act::Done,
     };
-    let options = ConsumerOptions { shutdown_grace: Duration::from_secs(1), ..consumer_options() };
-    let limit = options.handler_timeout;
+    // It hangs for longer than the others are waited for.
+    let (handler_timeout, shutdown_grace) = (SOON * 2, Duration::from_secs(1));
+    let options = ConsumerOptions { handler_timeout, shutdown_grace, ..consumer_options() };
     let consumer = world.consumer(options, Does(act));
     world.deliver_all(&["a1"]);
     eventually("it hangs", SOON, || async { hangs.load(Ordering::Relaxed).then_some(()) }).await;
-    let (still, began) = (Standstill::watch(), Instant::now());
     world.deliver_all(&["b1", "w1", "b2", "c1"]);
     eventually("the others ran", SOON, || async { (world.effects().await.len() == 4).then_some(()) }).await;
-    let took = began.elapsed();
-    assert!(took < still.allows(limit), "they waited for the one that hangs: {took:?}");
     consumer.end().await;
 }
 

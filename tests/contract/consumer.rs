@@ -34,7 +34,7 @@ async fn concurrent_duplicates<S: Sql>(world: World<S>) {
         eventually("both are through", SOON, || async { (world.broker.committed(group, "t", 0) == 30).then_some(()) })
             .await;
     }
-    // And once more, to the same ones.
+    // The leases end, but all is committed: nothing comes again.
     world.broker.faults().expire_leases("one");
     for member in members {
         assert_eq!(member.end().await, Some(RunEnd::Stopped));
@@ -241,6 +241,8 @@ async fn unhandled_kinds_are_acknowledged_or_dead_as_the_setting_says() {
         world.until_effects(&["a2"]).await;
         let reasons: Vec<String> = world.dead().await.into_iter().map(|dead| dead.reason).collect();
         assert_eq!(reasons, if unhandled == Unhandled::Dead { vec!["unhandled"] } else { vec![] });
+        eventually("acknowledged", SOON, || async { (world.broker.committed("ledger", "t", 0) == 2).then_some(()) })
+            .await;
         consumer.end().await;
     }
 }
@@ -300,7 +302,7 @@ async fn a_stop_in_the_middle_hands_back_what_was_not_done_and_nothing_is_lost_o
     let gate = Arc::clone(&open);
     let mut options = consumer_options();
     options.retry.in_place = 3;
-    options.retry.in_place_delay = Duration::from_secs(30);
+    (options.retry.in_place_delay, options.shutdown_grace) = (SOON * 2, SOON * 2);
     let act = move |name: &str, _: &oncebox::Message| {
         if name == "a2" && !gate.load(Ordering::Relaxed) { fails() } else { Act::Done }
     };
@@ -310,7 +312,7 @@ async fn a_stop_in_the_middle_hands_back_what_was_not_done_and_nothing_is_lost_o
         world.store.texts("select cast(attempts as text) from oncebox_attempt").await.first().map(|_| ())
     })
     .await;
-    // It does not wait for the pause of a try in place.
+    // It waits neither for the pause of a try in place nor for the end of its grace.
     assert_eq!(consumer.end().await, Some(RunEnd::Stopped));
     assert!(world.broker.committed("ledger", "t", 0) <= 1);
     open.store(true, Ordering::Relaxed);

@@ -75,8 +75,8 @@ async fn g8_a_duplicate_after_its_inbox_row_was_purged_is_dead_as_too_old<S: Sql
     consumer.end().await;
 }
 
-/// Fails where no horizon is taken for one of no time: the purge then removes the row within its
-/// first rounds, and the copy is dead as too old.
+/// Would fail if `None` were taken for a horizon of zero: the first rounds of the purge remove the
+/// row, and the copy is dead as too old.
 #[tokio::test]
 async fn r31_an_inbox_without_a_horizon_forgets_nothing() {
     let world = sqlite().await;

@@ -1,8 +1,8 @@
 //! The contract, line by line: relay, consumer, retries, sender and sql handler on real stores,
 //! with a broker whose faults can be switched.
 //!
-//! Names are the sentences of the contract (`g..`) or cite the rule (`r..`). Every wait is for a
-//! condition, with a deadline.
+//! A name that begins with `g..` or `r..` cites a promise or a rule. Waits are for a condition and
+//! have a deadline. Where nothing must happen, a test watches for a fixed time.
 #![cfg(all(feature = "sqlite", feature = "postgres", feature = "mysql", feature = "email", feature = "embedded"))]
 #![allow(clippy::unwrap_used)]
 

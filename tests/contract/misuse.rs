@@ -148,7 +148,7 @@ async fn all_run_again<S: Sql>(world: World<S>, ends: &'static str) {
 }
 
 #[tokio::test]
-async fn r23_a_raw_rollback_runs_the_messages_again_and_each_effect_once() {
+async fn r23_a_raw_rollback_runs_the_messages_again_and_loses_none() {
     on_postgres("r23_rollback", |world| all_run_again(world, "rollback")).await;
 }
 
@@ -197,6 +197,7 @@ async fn r23_a_raw_commit_that_is_refused_fails_its_own_message_only() {
             world.until_effects(&["b1", "c1"]).await;
             let dead = world.dead().await.remove(0);
             assert_eq!((dead.reason.as_str(), dead.payload.as_slice()), ("attempts", &b"a1"[..]));
+            assert!(!dead.history.is_empty(), "the errors of its tries are kept");
             assert!(dead.history.iter().all(|one| one.error.contains("must not commit")), "{:?}", dead.history);
             consumer.end().await;
         })

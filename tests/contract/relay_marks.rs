@@ -18,6 +18,8 @@ use super::kit::{Running, World, relay_options, sqlite};
 
 /// A mark is never made for its own sake within a test.
 const NEVER: Duration = Duration::from_secs(3_600);
+/// The checkpoint that renews the lease carries marks too: it comes after a third of this.
+const LEASE: Duration = Duration::from_secs(600);
 
 #[derive(Debug, Default)]
 pub(crate) struct Counts {
@@ -137,7 +139,7 @@ pub(crate) fn counted(
 #[tokio::test]
 async fn a_batch_costs_one_commit_and_the_checkpoint_of_the_next_one_carries_its_mark() {
     let world = sqlite().await;
-    let (relay, counts) = counted(&world, RelayOptions { lease: Duration::from_secs(600), ..relay_options() });
+    let (relay, counts) = counted(&world, RelayOptions { lease: LEASE, ..relay_options() });
     let names = ["a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "a8", "a9"];
     for n in 0..names.len() {
         world.enqueue("t", &names[n..=n]).await;
@@ -157,7 +159,7 @@ async fn a_full_window_is_marked_at_once() {
     let names: Vec<String> = (0..20).map(|n| format!("a{n:02}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     world.enqueue("t", &names).await;
-    let (relay, counts) = counted(&world, RelayOptions { window_rows: 4, ..relay_options() });
+    let (relay, counts) = counted(&world, RelayOptions { lease: LEASE, window_rows: 4, ..relay_options() });
     world.until_published("t", &names).await;
     assert!(counts.all()[2] >= 4);
     relay.end().await.unwrap();
@@ -168,7 +170,7 @@ async fn a_full_window_is_marked_at_once() {
 async fn what_is_dead_or_held_is_stored_at_once() {
     let world = sqlite().await;
     world.broker.faults().on_publish(Fault::RefuseMessage("no".into()), |message| message.payload == b"a1");
-    let (relay, _) = counted(&world, relay_options());
+    let (relay, _) = counted(&world, RelayOptions { lease: LEASE, ..relay_options() });
     world.enqueue("t", &["a1", "a2", "b1"]).await;
     world.until_status("the first is dead, the second held", |status| status.dead == 1 && status.held == 1).await;
     relay.end().await.unwrap();

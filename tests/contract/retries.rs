@@ -31,7 +31,8 @@ async fn a_child_whose_waiting_message_aborts() {
     let mut options = ConsumerOptions { until_idle: Some(Duration::from_millis(100)), ..consumer_options() };
     options.retry.attempts_max = 3;
     let aborts = move |name: &str, _: &oncebox::Message| if name == killer { std::process::abort() } else { Act::Done };
-    world.consumer(options, Does(aborts)).task.await.unwrap();
+    let ended = tokio::time::timeout(SOON, world.consumer(options, Does(aborts)).task).await;
+    assert_eq!(ended.expect("it ends by itself").unwrap(), Some(RunEnd::Idle));
 }
 
 /// Messages that wait, by name: due where they are the first of their key.

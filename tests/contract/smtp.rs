@@ -73,7 +73,9 @@ async fn talk(
                 socket.write_all(b"354 go on\r\n").await.ok()?;
                 let mut email = String::new();
                 while !email.ends_with("\r\n.\r\n") {
-                    socket.read_line(&mut email).await.ok()?;
+                    if socket.read_line(&mut email).await.ok()? == 0 {
+                        return None;
+                    }
                 }
                 let code = code_at("the end", 250);
                 seen.lock().unwrap().push(email);

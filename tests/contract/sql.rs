@@ -35,7 +35,7 @@ const PAYLOAD: &str = r#"{
   "note": null, "text": "O'Hara; -- \u00e4\u4f60\ud83d\ude00 \\ :id ?", "empty": ""
 }"#;
 
-/// A parameter of each name, and `raw`, `region`, `missing`, `nothing`.
+/// A parameter for each member of the payload, and `missing`, `raw`, `region`, `time`.
 fn every_kind() -> Vec<(&'static str, &'static str)> {
     let pointers = [
         ("amount", "/amount"),

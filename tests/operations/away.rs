@@ -21,7 +21,7 @@ use super::support::eventually;
 /// that it answers when it is back.
 const AT_MOST: Duration = Duration::from_secs(2);
 
-/// An empty database, and the network before it, which can fail.
+/// A database, and the network before it, which can fail.
 async fn network(direct: String) -> (String, Proxy) {
     let proxy = Proxy::before(&direct, unencrypted(&direct));
     (direct, proxy)
@@ -189,6 +189,7 @@ async fn slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_so
     }
     // The keys of those that were refused are free.
     is_made(keys[0].clone()).await;
+    assert_eq!(world.effects().await, 5, "one of each key that was made, none of those that were refused");
 }
 
 // Shown to fail: with a wait for a place that does not end when the database goes away, because its

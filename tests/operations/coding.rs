@@ -1,5 +1,5 @@
 //! Content codings around the layer and inside of it: an answer in the coding of one client is
-//! nobody else's (pitfall 22, HTTP section 11).
+//! nobody else's (pitfall 22).
 
 use axum::body::Body;
 use axum::extract::Request;

@@ -51,7 +51,7 @@ async fn pitfall_2_a_client_that_goes_away_does_not_end_the_handler<S: Sql>(worl
     gate.begun().await;
     asking.abort();
     assert!(asking.await.unwrap_err().is_cancelled());
-    // The server has seen it go once another request on the same key is answered by the map.
+    // That the server has seen it go is shown in `gone.rs` only, at the layer and in phases.
     send(post(&url, K1, r#"{"text":"a"}"#)).await.is(Code::InProgress);
     gate.let_go();
     world.completes(K1).await;
@@ -184,7 +184,7 @@ async fn a_slow_operation_leaves_places_to_others<S: Sql>(world: World<S>) {
     assert_eq!((gate.calls(), world.effects().await), (6, 6 + 5));
 }
 
-/// What another key may take beside fifty duplicates.
+/// What another key may take beside runs that stand still, or duplicates that wait.
 const ANOTHER_KEY: Duration = Duration::from_secs(1);
 
 // Shown by: waiting inside a transaction; duplicates that hold a connection while they wait.

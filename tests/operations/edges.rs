@@ -1,4 +1,4 @@
-//! The edges of a request: keys, content types, bodies (O24, HTTP sections 6 and 11).
+//! The edges of a request: keys, content types, bodies (O24).
 
 use std::time::Duration;
 
@@ -27,7 +27,7 @@ fn typed() -> Endpoint {
     Endpoint::typed::<Put>(same_tx())
 }
 
-/// What each bad request is answered; nothing of it is stored or run.
+/// Sends a request; the caller says how it is refused, and that nothing ran.
 async fn refused(url: &str, key: &str, body: impl Into<String>) -> Http {
     send(post(url, key, body)).await
 }

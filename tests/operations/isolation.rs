@@ -82,8 +82,8 @@ async fn r27_pitfall_5_a_serialization_failure_of_the_handler_or_of_commit_runs_
             assert!(calls >= 3, "{level}: one of them ran again: {calls}");
             assert_eq!(world.store.number("select n::bigint from place").await, 2 * (number as i64 + 1), "{level}");
         }
-        // Each counts what it does not see of the other: only what ends the transaction can find
-        // that out.
+        // Each counts what it does not see of the other. Who is faster decides where that is found
+        // out: at the second one's insert, at the statement of its outcome, or at COMMIT.
         let world = at(&direct, "serializable").await;
         let counts = "insert into effect (text) select count(*)::text from effect";
         let calls = both(&world, ["key-0000000000000005", "key-0000000000000006"], "serializable", counts).await;
@@ -201,7 +201,7 @@ async fn r27_o2_a_guard_whose_transaction_cannot_be_serialized_commits_nothing_a
             let others = i64::from(matches!(beside, Beside::Skew));
             assert_eq!(world.effects().await, others, "{level}, {beside:?}: it committed nothing");
             // The same again, undisturbed.
-            until("its pause is over", || async {
+            until("its key runs again", || async {
                 let (answer, error) = guarded(&database, &world, level, Beside::Nothing).await;
                 assert!(error.is_none(), "{level}, {beside:?}: {error:?}");
                 let EdgeAnswer::Answered(answered) = answer else { panic!("{level}, {beside:?}: {answer:?}") };

@@ -1,5 +1,5 @@
 //! What is kept of an answer, from the handler to the database and back: without what is redacted,
-//! smaller, and in the end only what was made (M34, M62, M67, M99).
+//! smaller, and in the end only what was made (M34, M62, M63, M67, M99).
 
 use std::sync::Arc;
 use std::time::Duration;

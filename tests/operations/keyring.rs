@@ -54,8 +54,8 @@ async fn written<S: Sql>(world: &World<S>, keyring: Keyring, key_text: &str) -> 
     (record.principal.to_string(), record.fingerprint.to_string())
 }
 
-// Shown by: marking the principal without the engine's secrets; protecting an endpoint without
-// them.
+// Shown by: marking the principal without the engine's secrets; protecting an endpoint without the
+// engine's secrets.
 async fn o20_o21_fingerprints_and_principals_reach_the_store_as_keyed_hashes<S: Sql>(world: World<S>) {
     let (principal, fingerprint) = written(&world, ring("k1", &["k1"]), K1).await;
     assert!(principal.starts_with("k1:") && fingerprint.starts_with("1:k1:"), "{principal} {fingerprint}");
@@ -178,6 +178,7 @@ async fn o21_over_http_an_unknown_key_id_is_503_and_never_422<S: Sql>(world: Wor
     ];
     for (state, body) in ended {
         send(post(&url, &format!("{K1}-{state}"), body)).await;
+        assert_eq!(world.record("t1", &format!("{K1}-{state}")).await.unwrap().state, state);
     }
     let running = tokio::spawn(send(post(&slow, &format!("{K1}-{}", State::InProgress), "{}")));
     held.begun().await;

@@ -420,8 +420,8 @@ async fn a_bridged_success_that_its_guard_did_not_commit_is_unknown<S: Sql>(worl
     }
 }
 
-// Shown by: FAILED_RETRYABLE for every failure in mode bridged (the key is free at once, and runs
-// again).
+// Shown by: FAILED_RETRYABLE for every failure in mode bridged (the key is free at once, and what
+// was committed runs again).
 async fn a_bridged_failure_frees_its_key_only_where_nothing_can_have_been_committed<S: Sql>(world: World<S>) {
     let url = bridged(&world).await;
     let told = ["commits and panics", "commits and fails", "ends the transaction", "says retryable"];
@@ -434,9 +434,11 @@ async fn a_bridged_failure_frees_its_key_only_where_nothing_can_have_been_commit
         };
         assert_eq!(state, Some(expected), "{told}");
     }
-    let effects = world.effects().await;
-    for number in 0..2 {
+    assert_eq!(world.effects().await, 3, "the first three have committed");
+    for number in 0..3 {
         does(&world, &url, &format!("key-000000000000000{number}"), "commits").await.0.is(Code::OutcomeUnknown);
     }
-    assert_eq!(world.effects().await, effects);
+    assert_eq!(world.effects().await, 3);
+    does(&world, &url, "key-0000000000000003", "commits").await.0.is(Code::TransactionEnded);
+    assert_eq!(world.effects().await, 4, "the last key was free");
 }

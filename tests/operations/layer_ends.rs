@@ -232,7 +232,8 @@ async fn o12_a_handler_shorter_than_a_third_of_its_lease_costs_two_writes() {
     assert_eq!((count(&faults.heartbeats), count(&faults.releases), count(&faults.other_writes)), (0, 0, 0));
 }
 
-// Pitfalls 12 and 13. Shown by: running the handler without owning the key; answering 409 at once.
+// The record that refused a claim is gone when it is read (pitfall 12). Shown by: running the
+// handler without owning the key; answering 409 at once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn m42_what_refused_a_claim_and_vanished_is_looked_for_again() {
     let Stage { world, store, gate, url } = stage(Gate::open(), edge()).await;

@@ -1,8 +1,8 @@
 //! The operation engine through its doors: on real databases, over HTTP, and as two processes of
 //! the example service.
 //!
-//! Names begin with the rule (`o..`) or the item of the mission (`m..`) that they show. Every wait
-//! is for a condition.
+//! Where a name begins with `o..`, `r..`, `m..` or `pitfall_..`, it shows that rule, item of the
+//! mission or pitfall. Every wait is for a condition.
 #![cfg(all(feature = "http", feature = "sqlite", feature = "postgres", feature = "mysql", feature = "programs"))]
 #![allow(clippy::unwrap_used)]
 

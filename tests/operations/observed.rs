@@ -1,5 +1,5 @@
-//! What an operator sees of the engine: metrics, gauges, spans (M103 to M105, M113). Each test
-//! hears its own thread.
+//! What an operator sees of the engine: metrics, gauges, spans (M28, M103 to M105, M113, O12). Each
+//! test hears its own thread.
 
 use std::time::Duration;
 
@@ -23,8 +23,8 @@ use super::hearing::{Heard, hear};
 use super::kit::*;
 use super::layer::{edge, layered};
 
-/// Runs each test on SQLite, PostgreSQL and MariaDB, with what is said and counted on its own
-/// thread.
+/// Runs each test on SQLite, PostgreSQL and MariaDB, and gives it what is said and counted on its
+/// own thread.
 macro_rules! heard_on_all {
     ($($name:ident),* $(,)?) => {
         mod sqlite {
@@ -72,6 +72,7 @@ const CLAIMS: &str = "oncebox_idempotency_claim_count";
 const REJECTED: &str = "oncebox_idempotency_rejected_count";
 const STORE_ERRORS: &str = "oncebox_idempotency_store_error_count";
 const CONFLICTS: &str = "oncebox_idempotency_conflict_different_request_count";
+const PRINCIPALS: &str = "oncebox_idempotency_principal_mismatch_count";
 const EXPIRED: &str = "oncebox_idempotency_expired_retry_count";
 const LOST: &str = "oncebox_idempotency_heartbeat_lost_count";
 const LOCKED: &str = "oncebox_idempotency_lock_timeout_count";
@@ -221,6 +222,7 @@ async fn m28_another_command_under_a_key_is_said_aloud_and_never_gets_the_failur
     assert_eq!((of_put(&heard, CONFLICTS), of_put(&heard, EXPIRED)), (3.0, 1.0));
     send(post(&url, K1, refusal).header("test-scope", "t1:p2")).await.is(Code::KeyReused);
     assert_eq!((of_put(&heard, CONFLICTS), of_put(&heard, EXPIRED)), (3.0, 2.0));
+    assert_eq!(of_put(&heard, PRINCIPALS), 1.0, "another principal is counted apart (O20)");
 }
 
 // Shown by: not counting a store that does not answer.
@@ -231,7 +233,7 @@ async fn m104_a_store_that_does_not_answer_is_counted_by_stage() {
     let endpoint = world.protect(same_tx());
     world.store.close().await;
     problem(run(&world, &endpoint, K1, "a", effect(&Gate::open())).await, Code::StoreUnavailable);
-    assert!(heard.metric(STORE_ERRORS, &[("operation", "put"), ("stage", "find")]) >= 1.0);
+    assert_eq!(heard.metric(STORE_ERRORS, &[("operation", "put"), ("stage", "find")]), 1.0);
 }
 
 // Shown by: counting each run of the handler.
@@ -316,8 +318,9 @@ async fn m104_what_is_forgotten_is_counted_by_its_kind() {
     assert_eq!((gone("bodies"), gone("keys"), bodies), (2.0, 2.0, 0));
 }
 
-// Pitfall 6. Shown by: gauges that are never set; a measure without what runs in this process, and
-// without what the store has.
+// No other process sees an uncommitted claim (pitfall 6), so each counts its own runs beside the
+// committed rows. Shown by: gauges that are never set; a measure without what runs in this process,
+// and without what the store has.
 #[tokio::test]
 async fn m103_the_gauges_show_what_is_open_and_what_is_unknown() {
     let (heard, _hearing) = hear();
@@ -347,7 +350,7 @@ async fn m103_the_gauges_show_what_is_open_and_what_is_unknown() {
     assert_eq!(shown().await.1, 1.0);
 }
 
-// HTTP section 1: which promise a route has. Shown by: one mode for all.
+// The mode says which promise a route has. Shown by: one mode for all.
 #[tokio::test]
 async fn m104_each_operation_shows_the_mode_of_its_door() {
     let (heard, _hearing) = hear();
@@ -362,8 +365,8 @@ async fn m104_each_operation_shows_the_mode_of_its_door() {
     }
 }
 
-// M113: a different body is logged. Shown by: no span, no warning; the key itself in place of its
-// hash.
+// A different body under a key is logged (M113). Shown by: no span, no warning; the key itself in
+// place of its hash.
 #[tokio::test]
 async fn m105_m113_each_turn_of_a_key_has_its_span_and_a_mismatch_its_warning() {
     let (heard, _hearing) = hear();

@@ -34,7 +34,7 @@ impl Direct {
 
 // Shown by: answering the first charge whatever the body says.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn m78_the_provider_takes_one_charge_for_a_key_and_refuses_the_key_with_another_body() {
+async fn the_provider_takes_one_charge_for_a_key_and_refuses_the_key_with_another_body() {
     let provider = Direct(ProviderProcess::start());
     let (status, first) = provider.charge(K1, 700, None).await.unwrap();
     assert_eq!((status, &first["amountMinor"], &first["reference"]), (201, &json!(700), &json!("order-1")));
@@ -49,7 +49,7 @@ async fn m78_the_provider_takes_one_charge_for_a_key_and_refuses_the_key_with_an
 
 // Shown by: reading no header.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn m80_a_fault_in_the_header_is_of_one_request() {
+async fn a_fault_in_the_header_is_of_one_request() {
     let provider = Direct(ProviderProcess::start());
     let code = |answer: &Option<(u16, Value)>| answer.as_ref().map(|(status, body)| (*status, body["code"].clone()));
     // How the answer looks, and whether the charge was taken.

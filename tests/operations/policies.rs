@@ -1,5 +1,6 @@
-//! What an author chooses: lifetimes, late retries, what is replayed, limits (O3, O4, O20, O23,
-//! O29, M62 to M68, M97, M98, M106).
+//! What an author chooses: lifetimes, late retries, what is replayed, limits, regions, versions;
+//! and which choices are refused (O3, O4, O11, O21, O23, O29, M4, M17, M24, M63, M64, M66, M68,
+//! M97, M98, M101, M105, M106, M108, M117).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -48,7 +49,8 @@ async fn m117_o4_a_retry_after_expiry_is_a_new_operation_of_the_same_record<S: S
     problem(run(&world, &endpoint, K1, "b", effect(&gate)).await, Code::KeyReused);
     let two = first(run(&world, &endpoint, K1, "a", effect(&gate)).await);
     let now = world.record("t1", K1).await.unwrap();
-    assert_ne!((one.body, seen.operation_id), (two.body, now.operation_id));
+    assert_ne!(one.body, two.body);
+    assert_ne!(seen.operation_id, now.operation_id);
     assert_eq!((seen.generation, now.generation, now.epoch, now.attempts), (1, 2, 2, 1));
     assert_eq!((gate.calls(), world.effects().await), (2, 2));
 }
@@ -74,14 +76,10 @@ async fn o23_m98_a_retry_after_expiry_is_rejected_where_the_route_says_so<S: Sql
         world.record("t1", &key).await.is_none()
     })
     .await;
-    until("the bound has passed the key's time", || async {
-        world.engine.sweep(100).await.unwrap();
-        let look = world.store.find(&identity("t1", &key)).await.unwrap();
-        look.purged_below.is_some()
-    })
-    .await;
+    let look = world.store.find(&identity("t1", &key)).await.unwrap();
+    assert!(look.purged_below.is_some(), "the purge left its bound");
     problem(run(&world, &endpoint, &key, "a", effect(&gate)).await, Code::KeyExpired);
-    // Also where it is claimed without a look of its own, because the last request was a first one.
+    // Also behind a request that found no record, after which other routes claim without a look.
     problem(run(&world, &endpoint, &key, "a", effect(&gate)).await, Code::KeyExpired);
     // A clock that is an hour ahead.
     let mut ahead = *uuid::Uuid::now_v7().as_bytes();
@@ -110,7 +108,7 @@ async fn m101_one_sweep_deletes_batch_after_batch<S: Sql>(world: World<S>) {
     }
 }
 
-// Shown by: deriving EXPIRED for every state.
+// Only an outcome sets the end of a lifetime, so what is unknown has none.
 async fn o3_a_known_outcome_expires_and_an_unknown_one_does_not<S: Sql>(world: World<S>) {
     let endpoint = world.protect(short(Duration::from_millis(50)));
     let gate = Gate::open();
@@ -239,7 +237,10 @@ async fn o29_a_tenant_over_its_quota_gets_429_and_nothing_is_stored<S: Sql>(worl
     gate.begun().await;
     let over = problem(run(&world, &endpoint, K2, "a", effect(&open)).await, Code::QuotaExceeded);
     assert_eq!((over.status, open.calls()), (429, 0));
-    // Another tenant is free to go; SQLite has one writer, so it is only asked for what it may.
+    // Another tenant is free to go. On SQLite it would wait for the one writer.
+    if S::NAME != "sqlite" {
+        first(run_as("t2:p1", &world, &endpoint, K2, "a", effect(&open)).await);
+    }
     gate.let_go();
     first(running.await.unwrap());
     assert_eq!(world.record("t1", K2).await, None);
@@ -276,8 +277,8 @@ async fn m105_a_key_that_cannot_be_read_is_shown_as_such_and_hides_no_other<S: S
     }
 }
 
-// Two services, each with its database: the one that is not the home of a tenant runs nothing.
-// Shown by: not asking.
+// Two services on one database: the one that is not the home of a tenant runs nothing, and replays
+// nothing. Shown by: not asking.
 async fn m106_m117_a_key_of_another_region_is_refused_with_its_home<S: Sql>(world: World<S>) {
     let home = |scope: &Scope| scope.tenant().split_once('.').map(|(home, _)| home.to_owned());
     let services = ["eu", "us"].map(|here| {
@@ -424,8 +425,8 @@ async fn m4_a_mode_that_the_door_does_not_serve_is_refused_with_both_names() {
     }
 }
 
-// Shown by: pushing whatever comes: two definitions of one name, which share keys and the shorter
-// lifetime.
+// Shown by: pushing whatever comes: two definitions of one name, which share keys and whichever
+// lifetime is shorter.
 #[tokio::test]
 async fn m4_two_operations_of_one_name_are_refused_unless_they_are_one() {
     let world = sqlite().await;

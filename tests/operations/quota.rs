@@ -93,8 +93,8 @@ async fn m120_over_http_a_full_tenant_gets_429_for_what_is_new_and_its_answers_f
     assert_eq!((open.calls(), held.calls()), (2, 1));
 }
 
-// Shown by: counting what runs before the store is asked, and not where the run is entered: both
-// run.
+// Shown by: counting what runs before the store is asked, and not where the run is entered (both of
+// them run).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o29_of_requests_that_come_at_once_no_more_run_than_the_quota_allows() {
     let (world, gate) = (sqlite().await, Gate::closed());

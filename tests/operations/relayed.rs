@@ -1,6 +1,6 @@
 //! What a process of the example leaves to others: its messages, which it relays itself
 //! (`--broker`), to a consumer that is killed half way; and a note in the middle of which it is
-//! killed, to another process (M50, M112, M115, M116, O10).
+//! killed, to another process (M50, M112, M115, M116, O11).
 //!
 //! The consumer is this test executable again, running only `the_consumer`.
 
@@ -30,7 +30,7 @@ use super::services::{Two, two_services};
 
 two_services! {
     m116_m50_what_the_service_relays_is_handled_once_by_a_consumer_that_was_killed_half_way,
-    m115_o10_a_note_whose_process_was_killed_is_unknown_to_another_and_never_written_again,
+    m115_o11_a_note_whose_process_was_killed_is_unknown_to_another_and_never_written_again,
 }
 
 /// Books a payment in two entries.
@@ -185,6 +185,8 @@ async fn relays<S: Sql>(url: String) {
     .await;
     assert_eq!(count(&url, "select count(*) from ledger").await, 8, "each payment in two entries");
     assert_eq!(count(&url, "select count(distinct payment_id) from ledger").await, 4);
+    let dead = format!("select count(*) from {}waiting where state = 'dead'", S::PREFIX);
+    assert_eq!(store.number(&dead).await, 0, "they were duplicates, and no other content under their ids");
     drop(whole);
 }
 
@@ -209,17 +211,18 @@ async fn paid(two: &Two, number: usize) -> Value {
     })
 }
 
-/// The same message: the same id, the same bytes.
+/// The same message: the same id, the same content. Without its header it would be another content
+/// under the id, which is an alarm and no duplicate (G7).
 fn repeated(arrived: &Arrived) -> NewMessage {
     let payload = String::from_utf8(arrived.payload.clone().unwrap()).unwrap();
     let message = NewMessage::text(&arrived.topic, arrived.kind.clone().unwrap(), payload);
     let key = String::from_utf8(arrived.key.clone().unwrap()).unwrap();
-    message.with_key(key).with_id(arrived.id.as_deref().unwrap().parse().unwrap())
+    message.with_key(key).with_header("tenant", "t1").with_id(arrived.id.as_deref().unwrap().parse().unwrap())
 }
 
 // Shown by: a route that says of its effects that they may be repeated (the note is written by the
 // process that is asked).
-async fn m115_o10_a_note_whose_process_was_killed_is_unknown_to_another_and_never_written_again(two: Two) {
+async fn m115_o11_a_note_whose_process_was_killed_is_unknown_to_another_and_never_written_again(two: Two) {
     let directory = tempfile::tempdir().unwrap();
     for (point, written) in [("note.claimed", 0), ("note.written", 1)] {
         let log = directory.path().join(point);

@@ -1,5 +1,6 @@
-//! Two processes of the example service on one database: the tests that the sources demand (M112 to
-//! M114, M117), by HTTP.
+//! The example service by HTTP. Two processes on one database: the tests that the sources demand
+//! (M71, M112 to M114, M117, O14). One process: what it answers when a statement fails, and on
+//! which databases it charges (M36, O22).
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -85,7 +86,7 @@ async fn a_text_with_nul_is_not_found_and_no_outage(two: Two) {
         [("/payments", payment(1_000, "order\\u00001")), ("/notes", r#"{"text":"a\u0000b"}"#.to_owned())]
     {
         let refused = service.post(path, K1, &body).await;
-        assert_eq!((refused.status / 100, refused.is_replayed()), (4, false), "{path}: {refused:?}");
+        assert!(!refused.is(Code::RequestInvalid).is_replayed(), "{path}: {refused:?}");
     }
     assert_eq!((two.payments().await, two.messages().await), (0, 0));
 }
@@ -119,12 +120,15 @@ async fn m112_the_second_request_gets_the_same_payment_and_no_second_message(two
 // overwriting the first record.
 async fn m113_a_different_body_is_a_stable_and_counted_conflict(two: Two) {
     let one = two.services[0].post("/payments", K1, &payment(1_000, "order-1")).await;
+    let id = one.json()["id"].as_str().unwrap().to_owned();
     for service in &two.services {
         for _ in 0..2 {
             let other = service.post("/payments", K1, &payment(10_000, "order-1")).await;
             other.is(Code::KeyReused);
             assert_eq!((other.status, other.json()["retryable"].as_bool()), (422, Some(false)));
-            assert!(!String::from_utf8_lossy(&other.body).contains(":1000"), "nothing of the first request is shown");
+            let shown = String::from_utf8_lossy(&other.body);
+            let is_silent = [":1000", "acc-7", "order-1", &id].iter().all(|part| !shown.contains(*part));
+            assert!(is_silent, "nothing of the first request is shown: {shown}");
         }
         assert_eq!(service.metric("oncebox_idempotency_conflict_different_request_count").await, 2.0);
     }
@@ -159,6 +163,7 @@ async fn m117_a_retry_after_expiry_and_under_another_key_of_one_order(two: Two) 
     let two = Two::with(url, &["--key-ttl", "0.5"]).await;
     let body = payment(1_000, "order-1");
     let one = two.services[0].post("/payments", K1, &body).await;
+    assert_eq!(one.status, 201, "{one:?}");
     until("its time is over", || async {
         let again = two.services[1].post("/payments", K1, &body).await;
         // A new operation of the same order: the business constraint knows it.
@@ -167,6 +172,8 @@ async fn m117_a_retry_after_expiry_and_under_another_key_of_one_order(two: Two) 
     .await;
     let expired = two.services[1].metric("oncebox_idempotency_expired_retry_count").await;
     assert!(expired >= 1.0, "{expired}");
+    let other = two.services[0].post("/payments", K2, &body).await;
+    assert_eq!((other.status, &other.json()["duplicate_of"]), (200, &one.json()["id"]));
     assert_eq!((two.payments().await, two.messages().await), (1, 1));
 }
 
@@ -312,7 +319,8 @@ async fn the_example_charges_only_where_its_machine_knows_the_database() {
     let begun = one.post("/charges", K1, &payment(5, "order-1")).await;
     assert!(begun.status == 202 || begun.status == 409, "{begun:?}");
     let third = Service::ready(Service::begin_on(&here, &url, &flags)).await;
-    assert!(third.post("/charges", K2, &payment(5, "order-2")).await.status != 503);
+    let begun = third.post("/charges", K2, &payment(5, "order-2")).await;
+    assert!(begun.status == 202 || begun.status == 409, "{begun:?}");
     drop((one, two, third));
     let files: Vec<_> =
         std::fs::read_dir(here.join("payments_api")).unwrap().map(|file| file.unwrap().path()).collect();

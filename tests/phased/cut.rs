@@ -22,8 +22,8 @@ const SETTLED: &str = "update payment";
 /// Where the connection is lost, counted from the last statement of the handler.
 #[derive(Debug, Clone, Copy)]
 enum At {
-    /// The server has heard that statement's successor, be it a COMMIT or what moves the operation
-    /// on, and its answer is lost.
+    /// The server has heard the statement by which the handler itself commits, and the answer is
+    /// lost.
     Answer,
     /// So many requests later, before the server hears of it.
     Request(u32),
@@ -43,8 +43,8 @@ pub(crate) async fn behind<S: Rows>(url: &str, clear: &str) -> (S, Proxy) {
     (S::connect(&StoreOptions::new(proxy.url.clone())).await.unwrap(), proxy)
 }
 
-/// An operation that a worker recovers until it is parked; the effect of its phase is there once,
-/// however often it is asked for.
+/// A worker recovers the operation until it is parked, and requests change nothing. The caller
+/// counts the effect.
 async fn is_parked<S: Rows>(service: &Service<S>, proxy: &Proxy) {
     service.ask(ONE, 700, BUDGET).await;
     let worker = service.recover();

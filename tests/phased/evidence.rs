@@ -262,7 +262,7 @@ async fn clients_of_a_process_without_the_flow_do_not_use_up_its_attempts<S: Row
     assert_eq!(reply.status, 201);
 }
 
-// Shown by: trying for ever what cannot even be asked; giving up one that is only away.
+// Shown by: trying for ever what cannot even be asked.
 async fn what_cannot_be_sent_at_all_is_left_to_a_person_in_the_end<S: Rows>(store: S) {
     let mut plan = Plan::new(KEY);
     plan.settings.attempts_max = 3;
@@ -274,6 +274,7 @@ async fn what_cannot_be_sent_at_all_is_left_to_a_person_in_the_end<S: Rows>(stor
     worker.stop().await;
     let operation = service.operation().await;
     assert_eq!((parked.as_str(), operation.stage, operation.intents[0].sends), ("cannot-be-sent", Stage::Unknown, 1));
+    assert_eq!(operation.attempts, 2, "the third attempt parks it, and is not counted");
 }
 
 /// A provider without a query: it has the one of the trait.

@@ -535,7 +535,7 @@ impl<S: Rows> Service<S> {
         self.store.number(&format!("select count(*) from {}", S::table("outbox"))).await
     }
 
-    /// One payment in this state, one message, and nothing else.
+    /// There is one payment, in this state, and one message.
     pub(crate) async fn ended_once(&self, state: &str) {
         assert_eq!(self.store.number("select count(*) from payment").await, 1);
         assert_eq!((self.payments(state).await, self.messages().await), (1, 1));

@@ -1,6 +1,7 @@
-//! Secrets of fingerprints at a phased operation: a process without them answers 503 and starts
-//! nothing, and recovery goes on (O20, O21). And a request that is sent to its operation (M17,
-//! M43); what is not sealed, held in memory, or readable.
+//! Phased operations in a process that cannot read all of them: without the secret of a fingerprint
+//! it answers 503, starts nothing, and still recovers (O20, O21); a command in plain is not driven
+//! where all are sealed; an operation that cannot be read is pending. And requests that get the
+//! location of an operation (M17, M43), and the memory that a command takes.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -49,7 +49,7 @@ async fn left(store: &SqliteStore) -> Service<SqliteStore> {
     service
 }
 
-// Shown by: a a phased operation that notes no claim, and a worker that notes nothing.
+// Shown by: a phased operation that notes no claim, and a worker that notes nothing.
 #[tokio::test]
 async fn m103_m105_door_b_counts_its_claims_and_a_worker_what_it_takes_up() {
     let (heard, _hearing) = hear();

@@ -21,7 +21,7 @@ async fn m120_a_tenant_with_its_bytes_used_up_charges_nothing_new<S: Rows>(store
         matches!(&over, Answered::Problem(problem) if problem.code == Code::QuotaExceeded && problem.status == 429),
         "{over:?}"
     );
-    assert_eq!(store.operation_ids().await.len(), 1);
+    assert_eq!((store.operation_ids().await.len(), provider.arrived().len()), (1, 1));
     full.ended_once("settled").await;
     let again = full.ask(ONE, 700, BUDGET).await;
     assert_eq!(status(&again), (201, true));

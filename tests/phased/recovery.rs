@@ -37,6 +37,7 @@ async fn m115_m81_provider_success_then_crash_keeps_the_identity<S: Rows>(store:
         (told.arrived()[0].send, told.arrived()[0].bytes.clone()),
         (2, before.intents[0].intent.request.bytes.clone())
     );
+    assert_eq!(told.arrived().len(), 1);
     let (reply, replayed) = next.ask_until_known(ONE, 700).await;
     assert_eq!((reply.status, replayed), (201, true));
     // Pitfall 11: the record was finished, and the message enqueued, by the worker.
@@ -117,8 +118,8 @@ async fn o22_a_worker_takes_only_versions_that_it_has<S: Rows>(store: S) {
     assert_eq!(told.arrived().len(), 1);
 }
 
-// M52, G10: the worker gives back what it drives when it is stopped, and another goes on at once.
-async fn a_stopped_worker_leaves_no_lease_behind<S: Rows>(store: S) {
+// The driver of a request gives its operation back when its process stops, and a worker goes on.
+async fn a_driver_that_is_stopped_leaves_no_lease_behind<S: Rows>(store: S) {
     let plan = Plan::new(KEY_AND_QUERY);
     let provider = ProviderProcess::start();
     provider.fault("in_progress", -1, 0).await;
@@ -152,7 +153,7 @@ async fn a_stop_between_two_calls_begins_no_further_one<S: Rows>(store: S) {
     assert_eq!((told.arrived().len(), service.operation().await.lease_until), (calls, None));
 }
 
-// O1: a committed RECEIVED, and a phase that ended its transaction, are a person's.
+// O1: an operation at RECEIVED was committed by its handler, and is left to an operator.
 async fn o1_a_committed_first_phase_without_a_point_is_parked<S: Rows>(store: S) {
     let plan = Plan::new(KEY).short_lease();
     let dying = dies_in_a_call(&store, &plan).await;
@@ -177,7 +178,7 @@ crate::on_both! {
     m83_m46_of_many_that_try_one_recovers;
     o9_a_lease_is_renewed_while_its_operation_is_driven;
     o22_a_worker_takes_only_versions_that_it_has;
-    a_stopped_worker_leaves_no_lease_behind;
+    a_driver_that_is_stopped_leaves_no_lease_behind;
     a_stop_between_two_calls_begins_no_further_one;
     o1_a_committed_first_phase_without_a_point_is_parked;
 }

@@ -12,8 +12,8 @@ use crate::scripted::{Scripted, done};
 use crate::support::eventually;
 use crate::world::{SOON, prepared};
 
-// Shown by: a place of the request's own future. Clients that give up and come again then begin
-// more than the connections carry.
+// Shown by: a place that the request's own future holds. Clients that give up and come again then
+// begin more than the connections carry.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o29_a_first_phase_holds_its_place_after_its_request_was_dropped() {
     let test = "o29_a_first_phase_holds_its_place_after_its_request_was_dropped";

@@ -108,7 +108,7 @@ async fn o13_m71_before_an_intent_a_phase_may_refuse_or_forget<S: Rows>(store: S
     assert_eq!(store.number(&records).await, 2);
 }
 
-// M26, M27: in every state that a phased operation can be in.
+// M26, M27: while its outcome is unknown, and after it has succeeded.
 async fn m26_another_command_under_the_key_is_refused_in_every_state<S: Rows>(store: S) {
     let told = Scripted::default().answers(Answer::status(500)).answers(done());
     let plan = Plan::new(KEY).one_call();
@@ -152,7 +152,7 @@ async fn m82_o6_without_key_and_query_an_operator_decides<S: Rows>(store: S) {
     assert_eq!(told.arrived().len(), 1);
 }
 
-// O9. Shown by: FAILED when the attempts are used up; counting the attempts of impatient clients.
+// O9. Shown by: FAILED when the attempts are used up.
 async fn o9_attempts_never_turn_unknown_into_failed<S: Rows>(store: S) {
     let mut told = Scripted::default();
     for _ in 0..200 {
@@ -206,8 +206,7 @@ async fn o8_an_answer_after_the_lease_was_lost_is_evidence_for_the_next<S: Rows>
     next.ended_once("settled").await;
 }
 
-// O8, O9: what an operator saw is evidence, and decides. Shown by: reading evidence before the
-// transaction that decides.
+// O8, O9: what an operator saw is evidence, and decides.
 async fn o8_m48_an_operator_says_what_happened_and_the_flow_goes_on<S: Rows>(store: S) {
     let told = Scripted::default().answers(Answer::NoAnswer);
     let plan = Plan::new(KEY).one_call();
@@ -321,6 +320,7 @@ async fn o22_commands_requests_and_evidence_are_sealed_and_recovered_by_who_has_
     let holds = |bytes: &[u8]| bytes.windows(4).any(|part| part == b"4242");
     assert!(operation.command.kid.is_some() && !holds(&operation.command.bytes));
     assert!(!holds(&operation.intents[0].intent.request.bytes));
+    assert!(!operation.evidence.is_empty());
     assert!(operation.evidence.iter().all(|row| row.evidence.bytes.kid.as_deref() == Some("k1")));
     // Without the key nothing is sent and nothing is decided.
     let blind = Service::start(&store, &Plan::new(KEY), told.clone()).await;

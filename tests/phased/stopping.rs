@@ -22,7 +22,7 @@ async fn settles<S: Rows>(service: &Service<S>) {
     service.ended_once("settled").await;
 }
 
-/// The record of the operation cannot be read once.
+/// One read of the operation's record fails.
 async fn is_due_soon<S: Rows>(direct: S, (through, proxy): (S, Proxy), reads: &'static str) {
     let mut plan = Plan::new(KEY).long_lease();
     left(&direct, &plan).await;

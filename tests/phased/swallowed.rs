@@ -76,7 +76,7 @@ async fn o1_o17_a_deadlock_that_a_phase_swallowed_runs_it_again<S: Rows>(store: 
     }
 }
 
-/// A phase that ended its transaction and committed beside it is found out as before.
+/// A phase that commits by itself, and says that all is well, does not run again.
 ///
 /// Shown by: asking nothing where the savepoint is gone.
 async fn o1_a_phase_that_committed_by_itself_is_left_to_an_operator<S: Rows>(store: S) {

@@ -114,7 +114,7 @@ async fn costs_nobody_anything<S: Rows>(direct: S, (through, proxy): (S, Proxy),
     assert_eq!((direct.number(steps).await, direct.number(places).await), (2, 1), "what was held up was rolled back");
 }
 
-/// As outside of a phase: `asks` writes what its session has.
+/// A phase has the lock wait that a session outside of it has: `asks` stores the phase's own.
 async fn waits_as_usual<S: Rows>(direct: S, (through, _proxy): (S, Proxy), usual: &str, asks: &'static str) {
     let mut plan = Plan { local: true, ..Plan::new(KEY) };
     plan.trouble.commits_by = Some(asks);

@@ -32,7 +32,7 @@ pub(crate) trait Rows: OperationStore {
     /// A transaction of the application's.
     async fn transaction(&self) -> Transaction<'static, Self::Db>;
 
-    /// This day, as columns of oncebox have it.
+    /// The first day of this year, as columns of oncebox have it.
     fn year(year: u32) -> String {
         match Self::NAME {
             "sqlite" => format!("strftime('%s', '{year}-01-01') * 1000"),

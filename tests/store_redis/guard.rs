@@ -246,7 +246,7 @@ async fn o25_an_outage_without_a_word_ends_once_the_name_leads_to_a_server_again
     engine.measure().await.unwrap();
 }
 
-// Shown to fail: a check beside the calls that note a lost connection.
+// Shown to fail: a check that does not note that its connection is lost.
 #[tokio::test]
 async fn o25_a_check_on_a_lost_connection_is_followed_by_one_on_a_new_connection() {
     let test = "o25_a_check_on_a_lost_connection_is_followed_by_one_on_a_new_connection";

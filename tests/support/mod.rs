@@ -23,10 +23,10 @@ pub(crate) fn unique(prefix: &str) -> String {
     format!("{prefix}-{}", &uuid::Uuid::now_v7().simple().to_string()[16..])
 }
 
-/// A port for a server of a test's own, which binds it itself. Not one of those that the system
-/// gives to whoever asks for any, of which another test may get it before the server is there. The
-/// UDP port of the same number, which no server uses, stays bound for as long as this process
-/// lives: so no other test gets this number meanwhile.
+/// A port for a server of a test's own, which binds it itself. It is below the ports that the
+/// system gives to whoever asks for any: another program could get one of those before the server
+/// is there. This process keeps the UDP port of the same number, which no server uses, until it
+/// ends: so no other test gets the number meanwhile.
 pub(crate) fn free_port() -> u16 {
     let is_free = |port: &u16| {
         let address = ("127.0.0.1", *port);
@@ -40,7 +40,8 @@ pub(crate) fn free_port() -> u16 {
     (0..1_000).map(|_| fastrand::u16(12_000..30_000)).find(is_free).expect("a free port")
 }
 
-/// Asks again and again until the answer is there; fails with `what` after the deadline.
+/// Asks again and again until the answer is there; fails with `what` after the deadline. That is
+/// looked at between two questions: one that never ends is not given up.
 pub(crate) async fn eventually<T, F>(what: &str, deadline: Duration, mut ask: impl FnMut() -> F) -> T
 where
     F: Future<Output = Option<T>>,
@@ -72,8 +73,8 @@ pub(crate) async fn deaths_of(test: &'static str, variables: Vec<(String, String
     }
 }
 
-/// An example, which cargo builds beside this test. `cargo test --test NAME` builds none, and what
-/// lies there may be of other sources: then it says so.
+/// The program of an example, which cargo builds beside this test. `cargo test --test NAME` builds
+/// none: a program that is missing, or older than its sources, fails the test.
 pub(crate) fn example(name: &str) -> String {
     let this = std::env::current_exe().unwrap();
     let binary = this.ancestors().nth(2).unwrap().join("examples").join(name);

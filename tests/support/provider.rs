@@ -43,7 +43,8 @@ impl ProviderProcess {
     }
 
     pub(crate) async fn no_faults(&self) {
-        self.client.delete(format!("{}/admin/faults", self.url)).send().await.unwrap();
+        let answer = self.client.delete(format!("{}/admin/faults", self.url)).send().await.unwrap();
+        assert_eq!(answer.status(), 204);
     }
 
     /// Charges, and keys of charges.

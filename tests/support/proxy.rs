@@ -142,12 +142,15 @@ impl Proxy {
         *self.shared.armed.lock().unwrap() = Some(Armed { requests: 0, text, when, failure, lasts, again: times - 1 });
     }
 
-    /// How often clients have sent something and waited for the answer.
+    /// How many pieces of requests came from clients. A large request comes in several, and several
+    /// small ones that follow each other may come in one.
     pub(crate) fn requests(&self) -> u32 {
         self.shared.requests.load(Ordering::Relaxed)
     }
 
-    /// Nothing is to fail any more.
+    /// No failure is armed, and none lasts: also where none was armed. With
+    /// [`When::BeforeAnswer`] it is true from the moment at which the request arrives here, before
+    /// the server has worked and before anything fails.
     pub(crate) fn has_failed(&self) -> bool {
         self.shared.armed.lock().unwrap().is_none() && self.shared.state.borrow().0.is_none()
     }

@@ -33,7 +33,8 @@ impl Standstill {
     }
 
     /// The bound and what the machine took until now; of the waiting of others at most four times
-    /// the bound, for what the bound is to find takes longer than that.
+    /// the bound. On a busy machine that is all of it: a test sees only what takes more than five
+    /// times its bound.
     pub(crate) fn allows(self, bound: Duration) -> Duration {
         self.ended.store(true, Ordering::SeqCst);
         let pressure = pressure().saturating_sub(self.pressure);

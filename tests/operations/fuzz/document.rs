@@ -71,7 +71,8 @@ impl Operation {
         }
     }
 
-    /// The answer is one that the document declares, as it declares it.
+    /// The status is declared; so is the content type, but for 202, which has two kinds of answer;
+    /// and the members that the schema requires are there.
     pub(crate) fn declares(&self, answer: &Http) {
         let about = || format!("{} {}: {answer:?} {}", self.method, self.path, String::from_utf8_lossy(&answer.body));
         let said = self.answers.get(&answer.status).unwrap_or_else(|| panic!("not declared: {}", about()));

@@ -15,7 +15,7 @@ pub(crate) enum Must {
     NotReach(&'static [u16]),
     /// It is the same request as the good one.
     BeTheSame,
-    /// The same as what was before: a request under another identity.
+    /// A first request of its own, under the key of the good one: that of another tenant.
     BeAnother,
     /// Under the key of the good one, it is a mismatch.
     Mismatch,

@@ -1,14 +1,19 @@
-//! The PostgreSQL cursor against a model of PostgreSQL: thousands of random histories, and a mutant
-//! for each rule.
+//! The PostgreSQL cursor against a model of PostgreSQL: thousands of random histories, and mutants
+//! of its rules.
+//!
+//! Of production code the histories run the cursor (`gaps`) and the diversion. The server, the
+//! broker, the relay and the split of a shard are models: no change of the real ones fails here.
 //!
 //! A history has writers that commit in any order, roll back, use savepoints and stay open; a
 //! server that crashes and forgets what was not flushed; relays that crash between any two steps,
 //! are fenced out and take over; connections whose messages land or vanish long after they were
 //! given up; rows that are dead and held, and find back; shards that split and join. Each is a pure
-//! function of its seed. One that fails prints its seed and its events.
+//! function of its seed. One that breaks the contract prints its seed and its events. One in which
+//! the cursor differs from the reference prints the difference only.
 //!
 //! A rule is only tested if its absence shows. So every mutant, a reasonable version with one rule
-//! taken out, must break the contract in the way that its rule prevents.
+//! taken out, must break the contract in the way that its rule prevents. The reference stands for
+//! the cursor there: in histories without a mutant the two must say the same.
 
 mod broker;
 mod checks;

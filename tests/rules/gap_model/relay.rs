@@ -1,7 +1,9 @@
 //! A simulated relay: sessions over one shard, whose every step can be the last.
 //!
-//! It follows DESIGN 4.3 with the real cursor and the real diversion. Statements and their answers
-//! are steps of their own, so that anything can happen between them, and an answer can be lost.
+//! It has the real cursor and the real diversion; the rest is a model of `outbox::relay`. Each
+//! statement and each answer is a step of its own, so that anything can happen between them, and an
+//! answer can be lost. Simpler than the real one: a key stays diverted until its last held row has
+//! left the table, and operators change the table themselves.
 
 use std::collections::{BTreeMap, VecDeque};
 

@@ -1,4 +1,6 @@
 //! Who is held, against a list of rows that is looked through anew for every question (R17).
+//!
+//! A released row is answered at once: no row is ever on its way back (`goes`, `stays`).
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -65,8 +65,9 @@ struct Inbox {
 }
 
 impl Inbox {
-    /// As the runtime does it: the row first, then the verdict by what is read after it. `late` is
-    /// how much later the row was received than the clock of the verdict was read.
+    /// The runtime inserts the row, and reads after it what the verdict needs. Here both are one
+    /// step: no purge comes between. `late` is how much later the row was received than the clock
+    /// of the verdict was read.
     fn deliver(&mut self, message: usize, late: u64) {
         if self.rows.contains_key(&message) {
             return;

@@ -1,5 +1,5 @@
 //! One lease, several who want it, a database clock that may go back, and processes that freeze
-//! (R7, R9 of the contract, R22).
+//! (R7, G9, R22). On PostgreSQL a statement decides who takes the lease; `postgres_cursor` has it.
 
 use std::time::Duration;
 

@@ -1,7 +1,7 @@
-//! The pure room against models: each rule as a property of thousands of random histories.
+//! The pure rules against models: each rule as a property of many random histories.
 //!
-//! A property is only a test if its absence shows: each says by which mutant of the policy it was
-//! seen to fail.
+//! A rule is only tested if its absence shows: each property says with which change of the rule it
+//! was seen to fail.
 #![allow(clippy::unwrap_used)]
 
 mod diversion;

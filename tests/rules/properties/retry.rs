@@ -48,6 +48,8 @@ proptest! {
             prop_assert!(policy.allows(failed), "an attempt that was promised may begin");
             let decision = policy.next(failed, Asked::Nothing, chances[failed as usize]);
             spent += wait_of(decision);
+            let late = policy.next(failed, Asked::NotInPlace, chances[failed as usize]);
+            prop_assert!(!matches!(late, Decision::InPlace(_)), "its lane would stand once more");
             match decision {
                 Decision::Dead(death) => {
                     prop_assert_eq!((death, failed), (ATTEMPTS, policy.attempts_max));
@@ -71,7 +73,7 @@ proptest! {
         prop_assert!(spent <= policy.longest(), "{:?} of {:?}", spent, policy.longest());
         prop_assert!(!policy.allows(failed + 1));
         // And it stays dead, however it is asked.
-        for asked in [Asked::Nothing, Asked::After(Duration::ZERO), Asked::NoRetry] {
+        for asked in [Asked::Nothing, Asked::NotInPlace, Asked::After(Duration::ZERO), Asked::NoRetry] {
             prop_assert!(matches!(policy.next(failed + 1, asked, chances[0]), Decision::Dead(_)));
         }
     }

@@ -33,7 +33,8 @@ impl Lane {
                 let again = self.fault.again(messages.clone(), messages.clone().next_back(), 1.0);
                 assert!(again.pause <= PAUSE_MAX);
                 covers(&messages, again.parts.iter().map(|part| part.messages.clone()));
-                // Whose failure it is is found out with one alone; here it is never its own.
+                // The real lane lets the message that reported it three times run alone. Here a
+                // fault is never a message's own, so what ran together runs together again.
                 stack.extend(again.parts.into_iter().rev().map(|part| Part { alone, ..part }));
                 continue;
             }
