@@ -35,6 +35,7 @@ mod edge;
 mod endpoint;
 mod engine;
 mod front;
+mod guarded;
 mod live;
 mod memory;
 pub mod phased;

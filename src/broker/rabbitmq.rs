@@ -29,7 +29,6 @@ mod wire;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use tokio::sync::OnceCell;
 
 pub use self::{config::RabbitConfig, repartition::Repartition};
 
@@ -40,17 +39,15 @@ use self::socket::Link;
 use self::subscriber::RabbitSubscriber;
 use self::tap::Taps;
 use self::topology::Topology;
-use self::version::ServerVersion;
 use super::{Broker, Publisher, Subscriber, Subscription};
 use crate::error::BrokerError;
 use crate::message::Arrived;
 use crate::observe::Finding;
 
-/// A configured RabbitMQ. Clones share the taps, and what was learned of servers and consumers.
+/// A configured RabbitMQ. Clones share the taps, and what was learned of consumers.
 #[derive(Debug, Clone)]
 pub struct RabbitBroker {
     config: Arc<Known>,
-    version: Arc<OnceCell<ServerVersion>>,
     taps: Arc<Taps>,
     cuts: Arc<Cuts>,
 }
@@ -63,7 +60,7 @@ impl RabbitBroker {
     pub fn new(config: RabbitConfig) -> Result<Self, BrokerError> {
         config.validate()?;
         let (taps, cuts) = (Arc::new(Taps::default()), Arc::new(Cuts::default()));
-        Ok(Self { config: Known::new(config), version: Arc::new(OnceCell::new()), taps, cuts })
+        Ok(Self { config: Known::new(config), taps, cuts })
     }
 
     /// Takes the next step from the queues that a consumer's topic has now to the configured number
@@ -74,16 +71,12 @@ impl RabbitBroker {
     /// [`BrokerError::Refused`] for a change from several queues to another number of several
     /// queues: they have the same names, so first change to 1. Otherwise the server's error.
     pub async fn repartition(&self, subscription: &Subscription, topic: &str) -> Result<Repartition, BrokerError> {
-        let unlimited = self.version().await?.limits_deliveries();
+        let unlimited = version::ask(&self.config).await?.limits_deliveries();
         let link = Link::open(&self.config, "oncebox queues").await?;
         let mut topology = Topology::new(&link, &self.config);
         let stepped = repartition::step(subscription, topic, unlimited, &mut topology).await;
         link.close().await;
         stepped
-    }
-
-    async fn version(&self) -> Result<&ServerVersion, BrokerError> {
-        self.version.get_or_try_init(|| version::ask(&self.config)).await
     }
 }
 
@@ -108,7 +101,8 @@ impl Broker for RabbitBroker {
     }
 
     async fn subscriber(&self, subscription: &Subscription) -> Result<Box<dyn Subscriber>, BrokerError> {
-        let unlimited = self.version().await?.limits_deliveries();
+        // Asked each time: the server may have been updated since.
+        let unlimited = version::ask(&self.config).await?.limits_deliveries();
         Ok(Box::new(RabbitSubscriber::open(&self.config, subscription, unlimited).await?))
     }
 
@@ -120,7 +114,7 @@ impl Broker for RabbitBroker {
     }
 
     async fn check(&self, subscriptions: &[Subscription]) -> Result<Vec<Finding>, BrokerError> {
-        check::check(&self.config, self.version().await?, subscriptions).await
+        check::check(&self.config, &version::ask(&self.config).await?, subscriptions).await
     }
 
     async fn read_all(&self, topic: &str) -> Result<Vec<Arrived>, BrokerError> {

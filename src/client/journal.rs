@@ -220,21 +220,32 @@ impl KeyJournal {
         .await
     }
 
-    /// Stores the operation durably. Returns the time of its first send if it was stored before,
-    /// and not for this request.
-    pub(super) async fn note(&self, request: &Request) -> Result<Option<SystemTime>, JournalError> {
+    /// Stores the operation durably. `sent_at`: when it may have been sent first, if that is known
+    /// from elsewhere; the journal keeps the oldest time that is known. Returns the time of its first
+    /// send if it was stored before, and not for this request.
+    pub(super) async fn note(
+        &self,
+        request: &Request,
+        sent_at: Option<SystemTime>,
+    ) -> Result<Option<SystemTime>, JournalError> {
         let (journal, request) = (self.clone(), request.clone());
         blocking(&self.directory, move || {
             let path = journal.path(&request.key);
-            if !path.try_exists().map_err(at(&path))? {
-                let bytes = Entry::seal(&request, SystemTime::now(), &journal.bodies);
-                let bytes = bytes.map_err(|why| JournalError::Unreadable { path: path.clone(), why })?;
-                if journal.write(&path, &bytes)? {
-                    request.attempts.lock().journalled = true;
-                    return Ok(None);
+            let found = loop {
+                if !path.try_exists().map_err(at(&path))? {
+                    let bytes = Entry::seal(&request, first_sent_at(&request, sent_at), &journal.bodies);
+                    let bytes = bytes.map_err(|why| JournalError::Unreadable { path: path.clone(), why })?;
+                    if journal.write(&path, &bytes)? {
+                        request.attempts.lock().journalled = true;
+                        return Ok(None);
+                    }
                 }
-            }
-            let found = journal.read(&path)?;
+                match journal.read(&path) {
+                    // It was acknowledged meanwhile.
+                    Err(JournalError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
+                    read => break read?,
+                }
+            };
             if found.method != request.method.as_str() || found.url != request.url.as_str() {
                 return Err(JournalError::OtherRequest);
             }
@@ -286,6 +297,14 @@ impl KeyJournal {
         let name = hex(&digest[..16]);
         self.directory.join(name).with_extension(ENTRY)
     }
+}
+
+/// When the operation was sent first, as far as this process knows: now, or earlier where an attempt
+/// was made without a journal, or `sent_at` says so.
+fn first_sent_at(request: &Request, sent_at: Option<SystemTime>) -> SystemTime {
+    let now = SystemTime::now();
+    let attempt = request.in_doubt_for().and_then(|age| now.checked_sub(age));
+    [attempt, sent_at].into_iter().flatten().fold(now, SystemTime::min)
 }
 
 fn at(path: &Path) -> impl Fn(io::Error) -> JournalError {

@@ -113,7 +113,8 @@ impl ClientState {
             was_noted: false,
         };
         if let Some(journal) = &self.journal {
-            sent_at = journal.note(request).await?.or(sent_at);
+            let noted = journal.note(request, sent_at).await?;
+            sent_at = [noted, sent_at].into_iter().flatten().min();
         }
         if let Some(first_sent_at) = sent_at {
             // It may have been sent, even if the process died before that.

@@ -162,7 +162,7 @@ async fn claim_and_drive<S, T, R, W>(
     match engine.reach().within(engine.store().claim(&begin.claim, begin.basis())).await {
         Ok(Some(owned)) => {
             front.forget_command();
-            front.note(Noted::Acquired);
+            begin.noted().for_each(|noted| front.note(noted));
             let tell = |answer| drop(tell.send(Step::Answer(answer)));
             Edge { front, begin, owned }.drive(guards, run, tell).await;
             drop(place);
@@ -177,8 +177,14 @@ async fn claim_and_drive<S, T, R, W>(
             // A retry is judged by the record in the store, once the store answers again.
             begin.entry.leave();
             let _ = tell.send(Step::Answer(EdgeAnswer::Answered(front.store_failed("claim", &error))));
-            // It takes no writes: the claim was certainly not made.
-            if matches!(&error, StoreError::Unavailable(error) if classify::is_read_only(error)) {
+            // The statement was taken back, or the database takes no writes: the claim was certainly
+            // not made.
+            let is_unmade = match &error {
+                StoreError::Busy(_) => true,
+                StoreError::Unavailable(error) => classify::is_read_only(error),
+                _ => false,
+            };
+            if is_unmade {
                 return;
             }
             // The search below may last a lease. It needs neither a place nor the request's body.

@@ -34,7 +34,7 @@ use crate::error::{Invalid, StoreError};
 use crate::inbox::rules::horizon::Bounds;
 use crate::observe::{self, Noted};
 use crate::operation::port::{Fenced, KeptBody, KeyClaim};
-use crate::operation::rules::decide::{KeyFound, Lost, NoKey, Request, TakeOver};
+use crate::operation::rules::decide::{KeyFound, Lost, NoKey, Request};
 use crate::operation::rules::route::{AfterExpiry, Requirement, WhileRunning};
 use crate::operation::rules::{
     Canonical, Code, Decision, FingerprintWriter, Identity, Key, KeyFormat, Mode, Record, Route, Scope, decide,
@@ -417,13 +417,7 @@ impl Front {
         match (decision, record) {
             (Decision::PassThrough, _) => Some(Turn::Unkeyed),
             (Decision::Claim, _) => self.begin(Ground::New),
-            (Decision::TakeOver(kind), Some((record, _))) => {
-                self.note(Noted::TakenOver(match kind {
-                    TakeOver::Bridged => "bridged",
-                    TakeOver::Repeatable => "repeatable",
-                }));
-                self.begin(Ground::TakeOver(record))
-            }
+            (Decision::TakeOver(kind), Some((record, _))) => self.begin(Ground::TakeOver(kind, record)),
             (Decision::Reclaim, Some((record, _))) => {
                 match self.end_of_late_run(&record).await {
                     Ok(false) => {}
@@ -433,13 +427,9 @@ impl Front {
                     }
                     Err(error) => return Some(Turn::Answer(self.store_failed("claim", &error))),
                 }
-                self.note(Noted::TakenOver("reclaim"));
                 self.begin(Ground::Reclaim(record))
             }
-            (Decision::ExecuteAsNew, Some((record, _))) => {
-                self.note(Noted::Expired("executed"));
-                self.begin(Ground::Anew(record))
-            }
+            (Decision::ExecuteAsNew, Some((record, _))) => self.begin(Ground::Anew(record)),
             (Decision::InProgress(WhileRunning::Wait), _) if self.may_wait() => {
                 tokio::time::sleep(self.look_every).await;
                 self.look_every = (self.look_every * 3 / 2).min(LOOK_EVERY_MAX);
@@ -469,7 +459,7 @@ impl Front {
             self.rounds += 1;
         }
         // A claim that is taken over counts already.
-        let starts = !matches!(ground, Ground::TakeOver(_));
+        let starts = !matches!(ground, Ground::TakeOver(..));
         match self.enter(claim, ground, false, self.engine.inner.open_per_tenant_max.filter(|_| starts)) {
             Ok(begin) => {
                 self.waiting = None;
@@ -498,7 +488,7 @@ impl Front {
         let fingerprint = self.endpoint.fingerprinter().write(&*self.asking.command);
         let operation_id = match ground {
             Ground::New | Ground::Anew(_) => Uuid::now_v7(),
-            Ground::TakeOver(seen) | Ground::Reclaim(seen) => seen.operation_id,
+            Ground::TakeOver(_, seen) | Ground::Reclaim(seen) => seen.operation_id,
         };
         let route = self.endpoint.route();
         let owner = KeyClaim::new_owner();
@@ -517,12 +507,15 @@ impl Front {
     }
 
     async fn mark_unknown(&mut self, lost: Lost, record: &Record) -> Option<Turn> {
-        if lost == Lost::CommittedClaim {
-            self.note(Noted::TransactionEnded);
-        }
         self.rounds += 1;
         match self.engine.reach().within(self.engine.store().mark_unknown(record)).await {
-            Ok(Fenced::Done | Fenced::LostOwnership) => None,
+            Ok(Fenced::Done) => {
+                if lost == Lost::CommittedClaim {
+                    self.note(Noted::TransactionEnded);
+                }
+                None
+            }
+            Ok(Fenced::LostOwnership) => None,
             Err(error) => Some(Turn::Answer(self.store_failed("claim", &error))),
         }
     }

@@ -60,7 +60,9 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) -> Opt
                 }
                 return;
             }
-            Reconciled::Failed(_) if late_success(&engine, &record).await => Ok(RunOutcome::Unknown),
+            Reconciled::Failed(_) if late_success(&engine, &record).await => {
+                Ok(success_of_late_run(&engine, &endpoint, &record).await)
+            }
             Reconciled::Unknown => Ok(success_of_late_run(&engine, &endpoint, &record).await),
             Reconciled::Completed(reply) => encode(reply).map(RunOutcome::Completed),
             Reconciled::Failed(reply) => {
@@ -164,7 +166,7 @@ fn outcome_of(endpoint: &Registered, run: &NewEvidence) -> RunOutcome {
     }
 }
 
-/// The outcome where the route cannot say it: a run that ended while the route was asked found the
+/// The outcome where the route cannot say it, or says a failure beside a late success: a run that ended while the route was asked found the
 /// record in use, so it left only its evidence. A success is the outcome, whatever other runs did;
 /// a failure says nothing of a run after it.
 async fn success_of_late_run(engine: &Core, endpoint: &Registered, record: &Record) -> RunOutcome {

@@ -14,11 +14,9 @@
 
 use std::fmt;
 use std::marker::PhantomData;
-use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use sqlx::Database;
 use uuid::Uuid;
@@ -27,6 +25,7 @@ use super::codec::{Kept, error_code};
 use super::endpoint::Registered;
 use super::engine::Engine;
 use super::front::{Asking, Begin, Front, KeyGiven};
+use super::guarded::guarded;
 use super::reply::{Answered, Reply};
 use super::standing::mark_unknown_later;
 use crate::error::{HandlerError, StoreError};
@@ -39,7 +38,6 @@ use crate::operation::rules::classify::{Reached, Run, Settle};
 use crate::operation::rules::doubt::{Aftermath, Doubt, Look};
 use crate::operation::rules::{Canonical, Code, Outcome, Scope, State};
 use crate::store::base::Base;
-use crate::text::panic::panic_text;
 
 const TRIES_MAX: u32 = 10;
 
@@ -341,19 +339,14 @@ impl Execution {
                 }
             }
         };
-        if begin.is_first_claim() {
-            front.note(Noted::Acquired);
-        }
+        begin.noted().for_each(|noted| front.note(noted));
         let mut sent = Sent::default();
         // The closure itself may panic, not only its future.
         let (handler, connection, messages) = (&self.handler, tx.as_mut(), &mut sent);
-        let call = AssertUnwindSafe(async move { handler.handle(connection, messages).await });
-        let called = tokio::time::timeout(route.timeout, call.catch_unwind()).await;
-        let failed = match called {
-            Ok(Ok(Ok(outcome))) => return self.settle(begin, tx, outcome, sent).await,
-            Ok(Ok(Err(error))) => error,
-            Ok(Err(panic)) => HandlerError::retryable(format!("the handler panicked: {}", panic_text(panic.as_ref()))),
-            Err(_) => HandlerError::retryable(format!("the handler ran longer than {:?}", route.timeout)),
+        let call = async move { handler.handle(connection, messages).await };
+        let failed = match guarded("the handler", route.timeout, call).await {
+            Ok(outcome) => return self.settle(begin, tx, outcome, sent).await,
+            Err(error) => error,
         };
         match self.roll_back(begin, tx, failed.is_transient()).await {
             Some(end) => {

@@ -7,7 +7,7 @@
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqliteSynchronous};
+use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection, SqliteSynchronous};
 use sqlx::{ConnectOptions, Connection, Sqlite, Transaction};
 use tokio::sync::watch;
 
@@ -94,7 +94,6 @@ impl Log {
             .filename(&self.config.path)
             .create_if_missing(create)
             .busy_timeout(self.config.busy_timeout)
-            .journal_mode(SqliteJournalMode::Wal)
             .synchronous(synchronous)
             .pragma("journal_size_limit", WAL_BYTES_KEPT.to_string())
             .row_buffer_size(256)
@@ -128,17 +127,24 @@ impl Log {
             .fetch_one(&mut *connection)
             .await
             .map_err(failed)?;
-        match (application, version) {
-            (APPLICATION_ID, SCHEMA_VERSION) => Ok(()),
-            (APPLICATION_ID, newer) if newer > SCHEMA_VERSION => Err(BrokerError::Refused(format!(
-                "the broker file `{path}` is of version {newer}, this program knows up to {SCHEMA_VERSION}; \
-                 update the program"
-            ))),
-            (0, 0) if tables == 0 => self.create_schema(connection).await,
-            _ => Err(BrokerError::Refused(format!(
-                "`{path}` is a SQLite file of something else; give the broker a file of its own"
-            ))),
-        }
+        let is_new = match (application, version) {
+            (APPLICATION_ID, SCHEMA_VERSION) => false,
+            (0, 0) if tables == 0 => true,
+            (APPLICATION_ID, newer) if newer > SCHEMA_VERSION => {
+                return Err(BrokerError::Refused(format!(
+                    "the broker file `{path}` is of version {newer}, this program knows up to {SCHEMA_VERSION}; \
+                     update the program"
+                )));
+            }
+            _ => {
+                return Err(BrokerError::Refused(format!(
+                    "`{path}` is a SQLite file of something else; give the broker a file of its own"
+                )));
+            }
+        };
+        // Not before the file is known to be ours: this changes its header for good.
+        sqlx::raw_sql("pragma journal_mode = wal").execute(&mut *connection).await.map_err(failed)?;
+        if is_new { self.create_schema(connection).await } else { Ok(()) }
     }
 
     async fn create_schema(&self, connection: &mut SqliteConnection) -> Result<(), BrokerError> {

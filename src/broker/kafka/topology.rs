@@ -251,7 +251,8 @@ pub(super) fn kept(settings: &TopicSettings) -> Option<TopicRetention> {
     Some(u64::try_from(kept).map_or(TopicRetention::Unlimited, |kept| TopicRetention::For(Duration::from_millis(kept))))
 }
 
-/// The longest retention of these topics; a topic whose settings cannot be read is ignored.
+/// The longest retention of these topics. A topic whose settings cannot be read is left out, and
+/// the log says so.
 pub(super) async fn retention(
     config: &Arc<KafkaConfig>,
     topics: &[String],
@@ -259,6 +260,12 @@ pub(super) async fn retention(
     let (config, topics) = (Arc::clone(config), topics.to_vec());
     blocking::run(move || {
         let settings = settings(&config, &topics.iter().map(String::as_str).collect())?;
+        for topic in topics.iter().filter(|topic| !settings.contains_key(*topic)) {
+            tracing::warn!(
+                topic,
+                "the settings of this topic cannot be read: whether it keeps messages longer than the horizon is not known"
+            );
+        }
         Ok(settings.values().filter_map(kept).reduce(TopicRetention::or_longer))
     })
     .await

@@ -14,7 +14,7 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use super::client::{self, ASK_DEADLINE};
 use super::config::KafkaConfig;
 use super::context::AskContext;
-use super::topology;
+use super::{topology, unreadable};
 use crate::broker::{BETWEEN_LOOKS, Subscription};
 
 const POLL: Duration = Duration::from_millis(100);
@@ -73,8 +73,9 @@ impl<'a> Looker<'a> {
         Some(unread.collect::<Option<Vec<_>>>()?.into_iter().flatten().collect())
     }
 
-    /// Describes the first partition with a readable record, if none of these partitions made
-    /// progress since `before` was taken. Returns `None` where one made progress.
+    /// Describes the first partition with a readable record, or else one whose record cannot be
+    /// read, if none of these partitions made progress since `before` was taken. Returns `None`
+    /// where one made progress.
     pub(super) fn stands(&self, before: &[Unread]) -> Option<String> {
         let until = Instant::now() + BETWEEN_LOOKS;
         let mut places = TopicPartitionList::with_capacity(before.len());
@@ -84,11 +85,15 @@ impl<'a> Looker<'a> {
         self.reader.assign(&places).ok()?;
         // After the last message there may be only markers of transactions, which no consumer
         // acknowledges.
-        let mut written = BTreeMap::new();
+        let (mut written, mut damaged) = (BTreeMap::new(), None);
         while Instant::now() < until {
-            if let Some(Ok(record)) = self.reader.poll(POLL) {
-                let place = (record.topic().to_owned(), record.partition());
-                written.entry(place).or_insert(record.timestamp().to_millis());
+            match self.reader.poll(POLL) {
+                Some(Ok(record)) => {
+                    let place = (record.topic().to_owned(), record.partition());
+                    written.entry(place).or_insert(record.timestamp().to_millis());
+                }
+                Some(Err(error)) if unreadable::is_meant(&error) => damaged = Some(error),
+                Some(Err(_)) | None => {}
             }
             if written.len() == before.len() {
                 std::thread::sleep(until.saturating_duration_since(Instant::now()));
@@ -103,11 +108,15 @@ impl<'a> Looker<'a> {
             return None;
         }
         let now = Utc::now().timestamp_millis();
-        before.iter().find_map(|one| {
+        let stuck = before.iter().find_map(|one| {
             let written = *written.get(&(one.topic.clone(), one.partition))?;
             let age = written.map(|millis| now.saturating_sub(millis)).filter(|age| *age >= 0);
             let age = age.map(|age| format!(", the first written {} s ago", age / 1_000)).unwrap_or_default();
             Some(format!("{one} are not acknowledged{age}"))
+        });
+        stuck.or_else(|| {
+            let unread = before.iter().find(|one| !written.contains_key(&(one.topic.clone(), one.partition)))?;
+            Some(format!("{unread} are not acknowledged: a record cannot be read ({})", damaged?))
         })
     }
 }

@@ -2,7 +2,7 @@
 //! limit (R30).
 //!
 //! The client library receives the version in `connection.start` and does not keep it. So we ask on
-//! a socket of our own, which is closed after that first frame. It is asked once per broker object.
+//! a socket of our own, which is closed after that first frame.
 
 use futures_util::io::{AsyncReadExt, AsyncWriteExt};
 use lapin::AsyncTcpStream;

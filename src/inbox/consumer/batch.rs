@@ -19,7 +19,7 @@ use super::verdict::{dead, id_reused, out_of_time, say_dead};
 use crate::error::StoreError;
 use crate::inbox::port::{ConsumerId, InboxTx, ParkAs, Parked};
 use crate::message::{Message, MessageId};
-use crate::observe::DeliveryOutcome;
+use crate::observe::{self, DeliveryOutcome};
 use crate::task;
 
 /// How a batch ended. Except for `Done`, nothing of it was committed by the consumer.
@@ -75,9 +75,14 @@ pub(super) async fn run(
         Some(Ok(Body::Commit { outcomes, handled, parked })) => {
             let committed = commit(tx, &handled, handlers.enqueued).await;
             // Also where nobody knows whether it is stored: the next try would find it done, and
-            // say nothing.
-            if matches!(committed, Ok(None) | Err(StoreError::CommitUnknown(_))) {
-                parked.iter().for_each(|parked| say_dead(&shared.options.name, parked));
+            // count a duplicate.
+            let is_unknown = matches!(committed, Err(StoreError::CommitUnknown(_)));
+            if is_unknown || matches!(committed, Ok(None)) {
+                for parked in &parked {
+                    if say_dead(&shared.options.name, parked) && is_unknown {
+                        observe::delivered(&shared.options.name, DeliveryOutcome::Dead, 1);
+                    }
+                }
             }
             return Ok(Some(committed?.map_or(BatchEnd::Done(outcomes), BatchEnd::Failed)));
         }

@@ -52,11 +52,11 @@ pub(super) fn out_of_time(item: &Item, reason: &str) -> Parked {
 
 /// Logs a message that is stored as dead, and nothing of one that waits. It is called after the
 /// commit: a transaction that was rolled back runs again, and says it then. A message that comes
-/// again, and whose reason leaves no inbox row, is said again.
-pub(super) fn say_dead(consumer: &str, parked: &Parked) {
-    if let Parked { message, park_as: ParkAs::Dead { reason, holds }, attempts, error } = parked {
-        is_dead(consumer, message, reason, *holds, *attempts, error.as_deref().unwrap_or_default());
-    }
+/// again, and whose reason leaves no inbox row, is said again. Returns whether it is dead.
+pub(super) fn say_dead(consumer: &str, parked: &Parked) -> bool {
+    let Parked { message, park_as: ParkAs::Dead { reason, holds }, attempts, error } = parked else { return false };
+    is_dead(consumer, message, reason, *holds, *attempts, error.as_deref().unwrap_or_default());
+    true
 }
 
 /// Logs a message that is dead.

@@ -1,5 +1,6 @@
 //! The answers of the front: problems with `Retry-After`, and replayed outcomes.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use uuid::Uuid;
@@ -7,11 +8,13 @@ use uuid::Uuid;
 use super::{Front, KeyGiven};
 use crate::observe::Noted;
 use crate::operation::codec::SealError;
+use crate::operation::guarded::guarded;
 use crate::operation::reply::{Answered, Problem, Reply};
 use crate::operation::rules::pace::{retry_after, while_running};
 use crate::operation::rules::record::Resource;
 use crate::operation::rules::route::WhileRunning;
 use crate::operation::rules::{Code, Decision, Record, State};
+use crate::text::panic::panic_text;
 use crate::time::db_time::DbTime;
 
 /// `Retry-After` for a tenant that has too many bytes stored: space becomes free only as answers
@@ -99,7 +102,17 @@ impl Front {
             Ok(None) => return self.not_retained(record),
             Err(error) => return self.store_failed("replay", &error),
         };
-        match self.engine.decode(&self.endpoint, record, &body) {
+        // A step to a newer version of the answer is code of the application, and may panic.
+        let decoded = catch_unwind(AssertUnwindSafe(|| self.engine.decode(&self.endpoint, record, &body)));
+        let decoded = match decoded {
+            Ok(decoded) => decoded,
+            Err(panic) => {
+                tracing::error!(operation = %self.endpoint.operation(), key = self.short_key(), panic = panic_text(panic.as_ref()), "a stored answer could not be brought to its newest version");
+                self.note(Noted::StoreError("replay"));
+                return self.problem(Code::StoreUnavailable);
+            }
+        };
+        match decoded {
             Ok(reply) => {
                 self.note(Noted::Replayed(if record.state == State::Completed { "completed" } else { "failure" }));
                 Answered::Reply { reply, replayed: true }
@@ -126,19 +139,16 @@ impl Front {
 
     async fn rebuild(&self, record: &Record) -> Answered {
         let Some(rebuild) = self.endpoint.endpoint().rebuild.clone() else { return self.not_retained(record) };
-        // The function must have no effect. It runs as a tracked task because it is application
-        // code and may panic.
-        match self.engine.spawn(rebuild(record.clone())).await {
-            Ok(Ok(reply)) => {
+        // The function must have no effect, so it may end with its request. The closure itself may
+        // panic, not only its future.
+        let work = async move { rebuild(record.clone()).await };
+        match guarded("the function", self.endpoint.route().timeout, work).await {
+            Ok(reply) => {
                 self.note(Noted::Replayed("reconstructed"));
                 Answered::Reply { reply, replayed: true }
             }
-            Ok(Err(error)) => {
-                tracing::warn!(operation = %self.endpoint.operation(), %error, "an answer could not be built anew");
-                self.problem(Code::StoreUnavailable)
-            }
             Err(error) => {
-                tracing::error!(operation = %self.endpoint.operation(), %error, "the function that builds an answer anew panicked");
+                tracing::error!(operation = %self.endpoint.operation(), key = self.short_key(), %error, "an answer could not be built anew");
                 self.problem(Code::StoreUnavailable)
             }
         }

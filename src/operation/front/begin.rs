@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::observe::Noted;
 use crate::operation::port::{Basis, KeyClaim};
 use crate::operation::rules::Record;
+use crate::operation::rules::decide::TakeOver;
 use crate::operation::running::Entry;
 
 /// A claim to be made. While it or a clone of its `entry` lives, duplicates in this process are
@@ -25,7 +27,7 @@ pub(crate) struct Begin {
 #[derive(Debug, Clone)]
 pub(in crate::operation) enum Ground {
     New,
-    TakeOver(Box<Record>),
+    TakeOver(TakeOver, Box<Record>),
     Reclaim(Box<Record>),
     Anew(Box<Record>),
 }
@@ -34,7 +36,7 @@ impl Ground {
     pub(in crate::operation) fn basis(&self) -> Basis<'_> {
         match self {
             Self::New => Basis::New,
-            Self::TakeOver(record) => Basis::TakeOver(record),
+            Self::TakeOver(_, record) => Basis::TakeOver(record),
             Self::Reclaim(record) => Basis::Reclaim(record),
             Self::Anew(record) => Basis::Anew(record),
         }
@@ -48,9 +50,17 @@ impl Begin {
         self.ground.basis()
     }
 
-    /// Returns true the first time the claim succeeds, so that a rerun after a deadlock counts
-    /// once.
-    pub(in crate::operation) fn is_first_claim(&self) -> bool {
-        !self.claimed.swap(true, Ordering::Relaxed)
+    /// What is counted when the claim succeeds. Nothing the second time, so that a rerun after a
+    /// deadlock counts once.
+    pub(in crate::operation) fn noted(&self) -> impl Iterator<Item = Noted> {
+        let instead = match &self.ground {
+            Ground::New => None,
+            Ground::TakeOver(TakeOver::Bridged, _) => Some(Noted::TakenOver("bridged")),
+            Ground::TakeOver(TakeOver::Repeatable, _) => Some(Noted::TakenOver("repeatable")),
+            Ground::Reclaim(_) => Some(Noted::TakenOver("reclaim")),
+            Ground::Anew(_) => Some(Noted::Expired("executed")),
+        };
+        let is_first = !self.claimed.swap(true, Ordering::Relaxed);
+        [Some(Noted::Acquired), instead].into_iter().flatten().filter(move |_| is_first)
     }
 }

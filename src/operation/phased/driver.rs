@@ -23,11 +23,9 @@ mod call;
 mod leaving;
 mod rerun;
 
-use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::FutureExt;
 use tokio_util::sync::CancellationToken;
 
 use self::leaving::gap_name;
@@ -41,13 +39,13 @@ use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::Proof;
 use crate::observe::Noted;
+use crate::operation::guarded::guarded;
 use crate::operation::port::phases::{Driven, NewIntent, PhaseTx, StoredOperation};
 use crate::operation::port::{Fenced, RunOutcome};
 use crate::operation::rules::Fingerprint;
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::provider::{self, Gap, Sends, Step, Strategy, Verdict};
 use crate::operation::{Kept, Reply};
-use crate::text::panic::panic_text;
 use crate::time::pace::sleep_unless;
 use crate::time::retry;
 use crate::time::since::Since;
@@ -282,7 +280,7 @@ impl Driver {
             Err(next) => return Ok(Err(next)),
         };
         let given = Given { tx: tx.as_mut(), context: &self.context, command: &self.command, settled };
-        let ended = guarded(self.member.route().timeout, code.run(given)).await;
+        let ended = guarded("the phase", self.member.route().timeout, code.run(given)).await;
         Ok(match ended {
             Ok(end) => Ok((tx, end)),
             Err(error) => Err(self.failed(tx, stored, &error).await?),
@@ -532,18 +530,6 @@ fn settles(verdict: Verdict, settled: provider::Settled) -> bool {
     match settled {
         provider::Settled::Succeeded => verdict == Verdict::Succeeded,
         provider::Settled::Failed => matches!(verdict, Verdict::Failed | Verdict::Refused),
-    }
-}
-
-/// Runs a phase. A panic and a timeout become errors (O13).
-pub(super) async fn guarded<T>(
-    timeout: Duration,
-    phase: impl Future<Output = Result<T, HandlerError>>,
-) -> Result<T, HandlerError> {
-    match tokio::time::timeout(timeout, AssertUnwindSafe(phase).catch_unwind()).await {
-        Ok(Ok(ended)) => ended,
-        Ok(Err(panic)) => Err(HandlerError::retryable(format!("the phase panicked: {}", panic_text(panic.as_ref())))),
-        Err(_) => Err(HandlerError::retryable(format!("the phase ran longer than {timeout:?}"))),
     }
 }
 

@@ -12,7 +12,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::context::Context;
-use super::driver::{Came, Driver, Ended, FIRST_ENDED, TRIES, before_try, guarded, new_intent, outcome, take_back};
+use super::driver::{Came, Driver, Ended, FIRST_ENDED, TRIES, before_try, new_intent, outcome, take_back};
 use super::effect::{Intent, Settlements};
 use super::ends::First;
 use super::flow::{AnyCommand, Given};
@@ -21,6 +21,7 @@ use super::registry::{Member, Phased};
 use crate::error::{HandlerError, StoreError};
 use crate::inbox::port::Proof;
 use crate::observe::Noted;
+use crate::operation::guarded::guarded;
 use crate::operation::port::phases::{Driven, FIRST_POINT, NewIntent, NewOperation, PhaseTx, Phases};
 use crate::operation::port::{Basis, Begun, Fenced, RunOutcome};
 use crate::operation::rules::doubt::{Aftermath, Doubt};
@@ -117,14 +118,12 @@ impl Opening {
             Begun::Claimed(tx) => tx,
             Begun::Existing(_) | Begun::Locked => return Ok(Tried::Refused),
         };
-        if begin.is_first_claim() {
-            self.note(begin, Noted::Acquired);
-        }
+        begin.noted().for_each(|noted| self.note(begin, noted));
         let driven = tx.driven().clone();
         let context = Context::new(phased.deployment, driven.operation_id, begin.claim.identity.clone());
         let settled = Settlements::default();
         let given = Given { tx: tx.as_mut(), context: &context, command: &self.command, settled: &settled };
-        let ended = guarded(self.member.route().timeout, flow.first.run(given)).await;
+        let ended = guarded("the phase", self.member.route().timeout, flow.first.run(given)).await;
         let first = match ended {
             Ok(first) => first,
             Err(error) => {

@@ -7,6 +7,8 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
+use uuid::Uuid;
+
 use crate::message::OutgoingMessage;
 use crate::outbox::port::{Diversion, Mark};
 
@@ -49,6 +51,8 @@ pub(super) struct Unsent {
 #[derive(Debug, Clone)]
 pub(super) struct Sent {
     pub(super) position: i64,
+    /// The message id, for the log.
+    pub(super) id: Uuid,
     pub(super) batch: u64,
     topic: u32,
     pub(super) key: Option<Box<str>>,
@@ -131,6 +135,7 @@ impl Window {
         self.bytes += weight;
         self.sent.push_back(Sent {
             position: row.position,
+            id: row.message.id,
             batch: row.batch,
             topic,
             key: row.message.key.as_deref().map(Into::into),
@@ -292,13 +297,13 @@ impl Window {
         self.sent.iter().find(|sent| !sent.settled).map(|sent| sent.position)
     }
 
-    /// The positions of proven rows of the same key that were sent after this one: if this row is
+    /// The message ids of proven rows of the same key that were sent after this one: if this row is
     /// refused, they are an order incident.
-    pub(super) fn proven_after(&self, tag: u64) -> Vec<i64> {
+    pub(super) fn proven_after(&self, tag: u64) -> Vec<Uuid> {
         let Some(row) = self.get(tag).filter(|row| row.key.is_some()) else { return Vec::new() };
         let from = usize::try_from(tag + 1 - self.first_tag).unwrap_or(usize::MAX);
         let later = self.sent.iter().skip(from).filter(|sent| sent.proven);
-        later.filter(|sent| (sent.topic, &sent.key) == (row.topic, &row.key)).map(|sent| sent.position).collect()
+        later.filter(|sent| (sent.topic, &sent.key) == (row.topic, &row.key)).map(|sent| sent.id).collect()
     }
 
     /// The topics and keys, among these, of which a row is in flight: the broker may still take it.
@@ -391,8 +396,9 @@ mod tests {
         assert!(window.proven_after(a).is_empty() && window.in_flight_of(&keys("t")) == keys("t"));
         window.prove(other);
         assert!(window.in_flight_of(&keys("u")).is_empty() && window.in_flight_of(&HashSet::new()).is_empty());
+        let id = window.get(b).unwrap().id;
         window.prove(b);
-        assert_eq!(window.proven_after(a), vec![3]);
+        assert_eq!(window.proven_after(a), vec![id]);
         assert_eq!(window.first_unproven(), Some(1));
     }
 

@@ -162,6 +162,7 @@ fn reset(options: &MySqlConnectOptions) -> String {
          sql_safe_updates = default, sql_big_selects = default, group_concat_max_len = default, timestamp = default, \
          div_precision_increment = default, default_week_format = default, lc_time_names = default, \
          auto_increment_increment = default, auto_increment_offset = default; \
+         /*M! set session check_constraint_checks = default */ /*!80000 do 0 */; \
          set session transaction read write; \
          /*M! execute immediate concat('set role ', ifnull(concat('`', replace(@oncebox_role, '`', '``'), '`'), 'none')) */ \
          /*!80000 do 0 */; \

@@ -32,7 +32,7 @@ select (select count(*) from sqlite_temp_schema) || ' ' || \
   (select * from pragma_recursive_triggers) || ' ' || (select * from pragma_reverse_unordered_selects) || ' ' || \
   (select * from pragma_read_uncommitted) || ' ' || (select * from pragma_synchronous) || ' ' || (select * from pragma_busy_timeout) || ' ' || \
   (select * from pragma_trusted_schema) || ' ' || (select * from pragma_writable_schema) || ' ' || (select * from pragma_temp_store) || ' ' || \
-  (select * from pragma_locking_mode)";
+  (select * from pragma_locking_mode) || ' ' || (select * from pragma_max_page_count)";
 
 /// What all clones of a store share.
 #[derive(Debug)]

@@ -71,9 +71,8 @@ pub(super) async fn park(
 fn say(lane: &Lane, stored: Option<&Parked>) -> DeliveryOutcome {
     let consumer = &lane.shared.options.name;
     let Some(parked) = stored else { return DeliveryOutcome::Duplicate };
-    let Parked { message, park_as, attempts: tries, error } = parked;
-    if matches!(park_as, ParkAs::Dead { .. }) {
-        verdict::say_dead(consumer, parked);
+    let Parked { message, attempts: tries, error, .. } = parked;
+    if verdict::say_dead(consumer, parked) {
         return DeliveryOutcome::Dead;
     }
     let (id, sent_id, topic) = (message.id, &message.id_text, &message.topic);
@@ -117,9 +116,10 @@ async fn store(
     match body {
         Ok(Some(parked)) => {
             let committed = tx.commit().await;
-            // The next try would find it done, and say nothing.
-            if matches!(committed, Err(StoreError::CommitUnknown(_))) {
-                verdict::say_dead(&lane.shared.options.name, &parked);
+            // The next try would find it done, and count a duplicate.
+            let name = &lane.shared.options.name;
+            if matches!(committed, Err(StoreError::CommitUnknown(_))) && verdict::say_dead(name, &parked) {
+                observe::delivered(name, DeliveryOutcome::Dead, 1);
             }
             committed.map(|()| Some(parked))
         }

@@ -2,7 +2,10 @@
 //! into the lease and into the provider's window at that moment. Its answer is stored even if the
 //! lease is lost (O5, O6, O8), and after a stop as long as the grace lasts.
 
+use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::time::Duration;
+
+use futures_util::FutureExt;
 
 use super::{Asks, Driver, End, Next};
 use crate::error::StoreError;
@@ -15,6 +18,7 @@ use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::phases::{StoredIntent, StoredOperation, unstored};
 use crate::operation::rules::flow::Stage;
 use crate::operation::rules::provider::{Answer, KeyWindow, QueryAnswer, Settled, Strategy, Verdict};
+use crate::text::panic::panic_text;
 use crate::time::pace::Pace;
 
 /// Whether a call counts as vain. A refusal does: the next step sees first whether it settles the
@@ -91,8 +95,8 @@ impl Driver {
             send: number,
         };
         tracing::debug!(operation = %stored.operation_id, effect = effect.name, send = number, "a provider is called");
-        let answered = tokio::time::timeout(effect.provider.timeout(), effect.provider.send(&call)).await;
-        let sent = answered.unwrap_or_else(|_| Sent { answer: Answer::NoAnswer, saw: b"no answer in time".to_vec() });
+        let answered = self.called(effect, effect.provider.send(&call)).await;
+        let sent = answered.unwrap_or_else(|| Sent { answer: Answer::NoAnswer, saw: b"no answer in time".to_vec() });
         self.reached |= sent.answer.counts();
         let verdict = match sent.answer.verdict() {
             // Without a key, the refusal of one send says nothing of another.
@@ -166,8 +170,8 @@ impl Driver {
         let call =
             Call { key: &intent.intent.provider_key, bytes: &bytes, version: intent.intent.adapter_version, send: 0 };
         tracing::debug!(operation = %stored.operation_id, effect = effect.name, "a provider is asked");
-        let answered = tokio::time::timeout(effect.provider.timeout(), effect.provider.query(&call)).await;
-        let asked = answered.unwrap_or_else(|_| Asked {
+        let answered = self.called(effect, effect.provider.query(&call)).await;
+        let asked = answered.unwrap_or_else(|| Asked {
             answer: QueryAnswer::Failed,
             status: None,
             saw: b"no answer in time".to_vec(),
@@ -194,6 +198,20 @@ impl Driver {
             self.keep(effect, 0, (By::Query, verdict, asked.status, &asked.saw)).await?;
         }
         Ok(Next::Again)
+    }
+
+    /// Awaits a call of an adapter. `None`: no answer in time. A panic of the adapter ends the driver
+    /// as the end of the process would: the call may have arrived, the lease runs out, and another
+    /// driver takes over. The log line says whose adapter it was.
+    async fn called<T>(&self, effect: &Declared, call: impl Future<Output = T>) -> Option<T> {
+        let answered = tokio::time::timeout(effect.provider.timeout(), AssertUnwindSafe(call).catch_unwind()).await;
+        answered.ok().map(|answer| {
+            answer.unwrap_or_else(|panic| {
+                tracing::error!(operation = %self.driven.operation_id, effect = effect.name, adapter = effect.provider.name(),
+                    panic = panic_text(panic.as_ref()), "the adapter of a provider panicked");
+                resume_unwind(panic)
+            })
+        })
     }
 
     /// Whether the timeout of a call fits into the rest of the lease, so that no call runs on after

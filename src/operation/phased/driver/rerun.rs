@@ -80,22 +80,35 @@ impl Driver {
     }
 
     /// Parks an operation whose handler committed by itself without moving the point: only a person
-    /// can find out what it did. Parking is retried as long as the lease keeps other drivers away,
-    /// because if the handler rolled its mark back, nothing else tells them not to run the phase
-    /// again.
+    /// can find out what it did. If the handler rolled its mark back, nothing else tells other
+    /// drivers not to run the phase again. So parking is retried, also after the lease, until it is
+    /// done or another driver has the operation, and the operation is never released. After a stop
+    /// it is tried as long as the grace lasts.
     async fn ended_by_itself(&mut self) -> Result<Next, StoreError> {
         let operation = self.driven.operation_id;
         tracing::error!(%operation, "a phase ended its transaction by itself");
         self.note(Noted::TransactionEnded);
+        let grace_is_over = self.phased.grace_is_over(&self.stop);
+        tokio::select! {
+            biased;
+            parked = self.park_patiently("phase-ended-its-transaction") => parked,
+            () = grace_is_over => {
+                tracing::error!(%operation,
+                    "this process stops, and the database is away: an operation that ended its transaction could not be left to an operator, and its phase may run again");
+                Ok(Next::End(End::Lost))
+            }
+        }
+    }
+
+    async fn park_patiently(&mut self, reason: &str) -> Result<Next, StoreError> {
+        let operation = self.driven.operation_id;
         let mut pace = Pace::new(Duration::from_millis(20), Duration::from_secs(1));
         loop {
-            match self.park_for_operator("phase-ended-its-transaction").await {
-                Err(error) if error.is_transient() && !self.hold.left().is_zero() => {
-                    tracing::debug!(%operation, %error, "an operation that ended its transaction was not left to an operator yet");
+            match self.park_for_operator(reason).await {
+                Err(error) if !matches!(error, StoreError::Fenced(_)) => {
+                    tracing::warn!(%operation, reason, %error, "an operation could not be left to an operator yet");
                     tokio::time::sleep(pace.next_wait()).await;
                 }
-                // Changed so that this drive does not begin the phase again.
-                Err(StoreError::Busy(error)) => return Err(StoreError::Unavailable(error)),
                 end => return end,
             }
         }

@@ -203,14 +203,14 @@ impl Pump<'_> {
     /// Handles a proof of the broker. Returns false for a tag that is not in flight.
     pub(super) fn proven(&mut self, tag: u64) -> bool {
         let Some(sent) = self.window.get(tag) else { return false };
-        let position = sent.position;
+        let (position, id) = (sent.position, sent.id);
         if let Some(ending) = &self.ending {
             let key = (self.window.topic(sent), sent.key.as_deref());
             let is_before = |refused: &&Refused| refused.position < position;
             let of_key = |refused: &Refused| (refused.topic.as_str(), refused.key.as_deref()) == key;
             if key.1.is_some() && ending.refused.iter().filter(is_before).any(of_key) {
                 observe::order_incident(self.relay.broker.name());
-                tracing::error!(position, "order incident: taken after an earlier message of its key was refused");
+                tracing::error!(position, %id, "order incident: taken after an earlier message of its key was refused");
             }
         }
         if sent.is_release {
@@ -238,7 +238,7 @@ impl Pump<'_> {
             let after = self.window.proven_after(tag);
             if !after.is_empty() {
                 observe::order_incident(self.relay.broker.name());
-                tracing::error!(position = sent.position, later = ?after, ?refusal, "order incident: refused after later messages of its key were taken");
+                tracing::error!(position = sent.position, id = %sent.id, later = ?after, ?refusal, "order incident: refused after later messages of its key were taken");
             }
             let alone = self.alone == Some(tag);
             let Some(sent) = self.window.refuse(tag) else { continue };

@@ -7,6 +7,7 @@ use uuid::Uuid;
 use super::list::{self, ConsumerRow, FoundMessage, FoundRow};
 use crate::error::StoreError;
 use crate::inbox::port::ConsumerId;
+use crate::inbox::port::waiting::LEASE_END_MAX;
 use crate::inbox::rules::horizon::Verdict;
 use crate::message::{Headers, MessageId, content_hash, lane_id};
 use crate::operator::{
@@ -32,7 +33,8 @@ const DELETE_COPY: &str = "delete from oncebox.waiting where sequence = :sequenc
 const BURY: &str = "\
 update oncebox.waiting set state = 'dead', dead_at = {now}, reason = :reason, due_at = null, \
        {pg: holds = lane_id is not null, }{my: dead_hash = content_hash, }lease = null \
- where sequence = :sequence and state = 'waiting' and (lease is null or due_at <= {now})";
+ where sequence = :sequence and state = 'waiting' \
+   and (lease is null or due_at <= {now} or due_at > {now} + {span :lease_max})";
 
 /// Writes a request, unless an earlier one is there: the first request is carried out.
 const REQUEST: &str = "\
@@ -146,7 +148,9 @@ async fn bury(session: &mut dyn Session, found: &FoundMessage) -> Result<bool, S
         }
         session.run(sql(DELETE_COPY).bind("sequence", copy)).await?;
     }
-    Ok(session.run(sql(BURY).bind("reason", name(BURIED)).bind("sequence", row.sequence)).await? == 1)
+    // A lease that ends later than any lease can was written while the clock was ahead (R22).
+    let bury = sql(BURY).bind("reason", name(BURIED)).bind("sequence", row.sequence).bind("lease_max", LEASE_END_MAX);
+    Ok(session.run(bury).await? == 1)
 }
 
 /// Writes a request for the owner of the shard. False where the row is not dead any more, or has a
