@@ -320,12 +320,12 @@ pub fn words(error: &sqlx::Error) -> String {
 }
 
 /// A URL in a form that may be printed: the user stays, the password and the values of secret query
-/// parameters are replaced. Where an `@` stands behind a `?`, only the first name is left. In other
-/// texts, everything before the last `@` is replaced.
+/// parameters are replaced. Where an `@` stands behind a `?`, only the first name is left. Of other
+/// texts only what stands behind the last `@` is left.
 #[must_use]
 pub fn redact(url: &str) -> String {
     let Some((scheme, rest)) = split_scheme(url) else {
-        return url.rsplit_once('@').map_or_else(|| url.to_owned(), |(_, tail)| format!("***@{tail}"));
+        return url.rsplit_once('@').map_or_else(|| "***".to_owned(), |(_, tail)| format!("***@{tail}"));
     };
     // The `?` may be one of a password before the host, and the `@` one of a password in the query
     // (`//host/db?password=a@b`): nothing shows where the password ends.
@@ -391,6 +391,7 @@ mod tests {
             "postgres://db.example:5432/app?password=x@s3cret",
             "app:s3cret@localhost/db",
             "app:s3://cret@localhost/db",
+            "host=db password=s3cret",
         ] {
             assert!(!redact(url).contains("s3"), "{}", redact(url));
         }

@@ -43,7 +43,7 @@ metrics_table! {
     CURSOR_AGE "oncebox_relay_cursor_age_seconds" Gauge Seconds "shard" "time since the relay last wrote its cursor";
     GAPS "oncebox_relay_gaps" Gauge Count "shard" "open gaps: positions that may still appear";
     LEASES_LOST "oncebox_leases_lost_total" Counter Count "" "leases that relays lost: a frozen process, two with one name, or a failover of the database";
-    ORDER_INCIDENTS "oncebox_order_incidents_total" Counter Count "broker" "messages of a key that were taken although an earlier one was refused, and topics that got more partitions";
+    ORDER_INCIDENTS "oncebox_order_incidents_total" Counter Count "broker" "messages of a key that were taken although an earlier one was refused, and topics of Kafka that got more partitions or were made anew";
     DELIVERIES "oncebox_deliveries_total" Counter Count "consumer,outcome" "deliveries by outcome: processed, duplicate, retried, dead, mismatch, unhandled";
     HANDLER_SECONDS "oncebox_handler_duration_seconds" Histogram Seconds "consumer" "time in handlers, one message or one set";
     INBOX_ROWS "oncebox_inbox_rows" Gauge Count "consumer" "inbox rows: what retention must keep bounded";

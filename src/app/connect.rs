@@ -205,6 +205,11 @@ pub fn open_broker<'a>(settings: &'a Settings, waits: Waits<'a>) -> BoxFuture<'a
 
 async fn open_named(settings: &Settings, waits: Waits<'_>) -> Result<AnyBroker, AppError> {
     let url = settings.broker.url.0.as_str();
+    if url.is_empty() {
+        return Err(AppError::usage(
+            "no broker is named\nhint: give --broker, ONCEBOX_BROKER__URL or [broker] url; with a database server there is no default",
+        ));
+    }
     let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
     exists("broker.ca_file", settings.broker.ca_file.as_deref())?;
     match scheme {

@@ -46,9 +46,15 @@ pub fn start_logging(format: LogFormat, filter: &str) -> Result<(), String> {
         .map_err(|error| format!("{name} = `{filter}`: {error}; write for example `info,oncebox=debug`"))?;
     // The client of RabbitMQ logs every returned message completely, and each end of a channel or
     // connection as an error, even a planned one. The code that meets such an end logs its meaning.
-    for silenced in ["returned_messages", "channel", "channels", "io_loop"].map(|module| format!("lapin::{module}=off"))
-    {
-        if let Ok(directive) = silenced.parse() {
+    // That of PostgreSQL logs the value of a parameter that it does not know, perhaps a password.
+    for silenced in [
+        "lapin::returned_messages",
+        "lapin::channel",
+        "lapin::channels",
+        "lapin::io_loop",
+        "sqlx_postgres::options::parse",
+    ] {
+        if let Ok(directive) = format!("{silenced}=off").parse() {
             filter = filter.add_directive(directive);
         }
     }

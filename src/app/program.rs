@@ -49,7 +49,8 @@ impl CommonArgs {
         flag("--log-format", "log.format", self.log_format.map(|format| format!("{format:?}").to_lowercase()));
         flag("--listen", "http.listen", listen.map(|listen| listen.to_string()));
         let environment: Vec<_> = std::env::vars_os().collect();
-        let loaded = load(self.config.as_deref(), &environment, &flags).map_err(AppError::usage)?;
+        let mut loaded = load(self.config.as_deref(), &environment, &flags).map_err(AppError::usage)?;
+        loaded.forget_default_broker();
         start_logging(loaded.settings.log.format, &loaded.settings.log.filter).map_err(AppError::usage)?;
         Ok(loaded)
     }

@@ -84,7 +84,7 @@ pub enum JournalError {
     },
     /// A file cannot be read or written as an entry: it is not one, or another secret encrypted
     /// it. It may be a pending operation, so it is never skipped.
-    #[error("the entry {} cannot be used: {why}", path.display())]
+    #[error("the entry {} cannot be used: {why}; move it away once it is known what became of its operation", path.display())]
     Unreadable {
         /// The file or directory that the error is about.
         path: PathBuf,

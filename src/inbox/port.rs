@@ -231,8 +231,9 @@ pub trait Inbox: Debug + Send + Sync {
     /// The current bounds for ages, read outside any transaction. A purge begins with them.
     async fn bounds(&self, consumer: ConsumerId) -> Result<Bounds, StoreError>;
 
-    /// Deletes up to `rows_max` attempt rows of messages that have their inbox row: a process that
-    /// did not know of the attempts handled or stored them. Returns how many rows were deleted.
+    /// Deletes attempt rows of messages that have their inbox row: a process that did not know of
+    /// the attempts handled or stored them. Reads pages of `rows_max` rows, and ends once as many
+    /// are deleted. Returns how many were.
     async fn forget_attempts(&self, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError>;
 
     /// Whether this consumer has at least `rows` dead messages.

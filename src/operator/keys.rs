@@ -33,7 +33,7 @@ use crate::operation::port::evidence::NewEvidence;
 use crate::operation::port::phases::{ENDED, FIRST_POINT, Phases, StoredIntent, StoredOperation, end_stage};
 use crate::operation::port::{Fenced, Look, RunOutcome};
 use crate::operation::rules::flow::Stage;
-use crate::operation::rules::provider::{Settled, Verdict};
+use crate::operation::rules::provider::{Gap, Settled, Verdict};
 use crate::operation::rules::retention::Retention;
 use crate::operation::rules::versions::Announced;
 use crate::operation::rules::{Identity, OperationName, Record, State};
@@ -398,7 +398,8 @@ pub trait KeyOperator: Phases {
     /// given; its first phase was never committed as a whole; only the reason of its parking has
     /// what a provider said; a handler ended the transaction of a phase, and no duplicate is
     /// accepted; an open effect has the strategy `none`, and no duplicate is accepted; a duplicate
-    /// is accepted and no open effect was sent; it has changed since it was read.
+    /// is accepted and no open effect was sent, or the provider did something else; it has changed
+    /// since it was read.
     async fn retry(
         &self,
         seen: &StoredOperation,
@@ -418,6 +419,11 @@ pub trait KeyOperator: Phases {
         if ended && !accept_duplicate {
             return refused(
                 "a phase ended its transaction by itself: what it did may be done twice. Resolve it, or accept a duplicate",
+            );
+        }
+        if accept_duplicate && seen.parked.as_deref() == Some(Gap::Mismatch.reason()) {
+            return refused(
+                "the provider did something else than what was asked, and one more send does not change that: resolve it",
             );
         }
         let open = || seen.intents.iter().filter(|intent| intent.outcome.is_none());

@@ -1,9 +1,12 @@
 //! A topic that gets more partitions while a publisher knows it.
 
-use oncebox::broker::{Broker, Publisher, Receipt};
+use oncebox::broker::kafka::KafkaBroker;
+use oncebox::broker::{Broker, Publisher, Receipt, TopicState};
+use rdkafka::admin::{AdminOptions, NewTopic, TopicReplication};
 
 use crate::kit::*;
 use crate::observed::{Heard, hear};
+use crate::support::eventually;
 
 /// The warnings about growth: topic, and the numbers of partitions before and now.
 fn told(heard: &Heard) -> Vec<[String; 3]> {
@@ -55,4 +58,49 @@ async fn a_topic_that_gets_partitions_is_told_once_between_sessions_and_within_o
     }
     publisher.close().await;
     assert_eq!(heard.metric("oncebox_order_incidents_total", &[("broker", "kafka")]) as u64, 2);
+}
+
+/// A session that sends one row, whatever becomes of it.
+async fn send_one(broker: &KafkaBroker, topic: &str) {
+    let Ok(mut publisher) = broker.publisher().await else { return };
+    let is_ready = matches!(publisher.topic(topic).await, Ok(TopicState::Ready));
+    if is_ready && publisher.send(vec![(0, message(topic, Some("k"), "x"))]).await.is_ok() {
+        let _ = tokio::time::timeout(SOON, publisher.settle(&mut Vec::new())).await;
+    }
+    publisher.close().await;
+}
+
+/// What was sent before is gone, and nothing else says so. The new topic has fewer partitions than
+/// the old one had, and gets more.
+#[tokio::test]
+async fn r19_a_topic_that_is_made_anew_is_an_order_incident_and_its_growth_is_told() {
+    let name = "r19_a_topic_that_is_made_anew_is_an_order_incident_and_its_growth_is_told";
+    let Some(kafka) = Kafka::with_topic(name, 3).await else { return };
+    let (heard, _hearing) = hear();
+    let (broker, topic, admin) = (kafka.broker(), kafka.topic.clone(), kafka.admin());
+    let incidents = || heard.metric("oncebox_order_incidents_total", &[("broker", "kafka")]) as u64;
+    let mut publisher = ready(&broker, &topic).await;
+    send(&mut publisher, &topic).await;
+    publisher.close().await;
+    admin.delete_topics(&[&topic], &AdminOptions::new()).await.unwrap();
+    eventually("the topic is made anew", SOON, || async {
+        let anew = NewTopic::new(&topic, 1, TopicReplication::Fixed(1));
+        let made = admin.create_topics([&anew], &AdminOptions::new()).await.unwrap();
+        made.iter().all(Result::is_ok).then_some(())
+    })
+    .await;
+    eventually("it is told", SOON, || async {
+        send_one(&broker, &topic).await;
+        (incidents() == 1).then_some(())
+    })
+    .await;
+    assert_eq!(told(&heard), [[""; 3]; 0], "it has not grown");
+    kafka.grow(&topic, 2).await;
+    eventually("its growth is told", SOON, || async {
+        send_one(&broker, &topic).await;
+        (!told(&heard).is_empty()).then_some(())
+    })
+    .await;
+    assert_eq!(told(&heard), [[topic.as_str(), "1", "2"]]);
+    assert_eq!(incidents(), 2);
 }

@@ -8,7 +8,7 @@ use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 
 use super::act::{Act, of_all, refused};
-use super::answer::AnswerArgs;
+use super::answer::{AnswerArgs, Says};
 use super::common::{CommonArgs, Output, hint_of_more, limit, listed, plain, printable};
 use super::progress::Batches;
 use oncebox::StoreError;
@@ -163,7 +163,7 @@ async fn on(store: &dyn KeyOperator, command: &KeysCommand, output: Output) -> R
         }
         KeysCommand::Resolve { which, word, against_evidence, answer, act } => {
             let outcome = match &word.completed {
-                Some(file) => RunOutcome::Completed(answer.read(file, Some(200))?),
+                Some(file) => RunOutcome::Completed(answer.read(file, Says::Happened)?),
                 None => RunOutcome::FailedRetryable { error_code: None },
             };
             let (retention, against_evidence) = (answer.retention(), *against_evidence);

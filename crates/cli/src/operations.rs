@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 
 use super::act::{Act, refused};
-use super::answer::AnswerArgs;
+use super::answer::{AnswerArgs, Says};
 use super::common::{CommonArgs, Output, hint_of_more, limit, listed, plain, printable};
 use super::keys::moment;
 use oncebox::app::{AppError, say};
@@ -165,11 +165,11 @@ impl Word {
         let effect = |effect: &String, happened| Resolution::Effect { effect: effect.clone(), happened };
         Ok(match self {
             Self { succeeded: Some(file), .. } => {
-                let outcome = RunOutcome::Completed(answer.read(file, Some(200))?);
+                let outcome = RunOutcome::Completed(answer.read(file, Says::Succeeded)?);
                 Resolution::Ended(Box::new(outcome), answer.retention())
             }
             Self { failed: Some(file), .. } => {
-                let outcome = RunOutcome::FailedReplayable { answer: answer.read(file, None)?, error_code };
+                let outcome = RunOutcome::FailedReplayable { answer: answer.read(file, Says::Failed)?, error_code };
                 Resolution::Ended(Box::new(outcome), answer.retention())
             }
             Self { happened: Some(name), .. } => effect(name, true),

@@ -11,7 +11,7 @@ use figment::error::{Actual, Kind};
 use figment::value::{Dict, Map, Value};
 use figment::{Figment, Metadata, Profile, Provider};
 
-use super::Settings;
+use super::{Secret, Settings};
 
 /// Settings and their origins.
 #[derive(Debug, Clone)]
@@ -29,6 +29,16 @@ impl Loaded {
         let value = whole.as_ref().and_then(|whole| find(whole, path));
         let metadata = value.and_then(|value| self.figment.get_metadata(value.tag()));
         metadata.map_or_else(|| DEFAULT.to_owned(), |metadata| metadata.name.to_string())
+    }
+
+    /// Leaves the broker without a URL where nobody named one and the database is a server. The
+    /// default is for a service that is all files: a publisher that took it by mistake would move
+    /// the outbox of a server into a file of its directory, and mark the rows as sent.
+    pub(crate) fn forget_default_broker(&mut self) {
+        let database = self.settings.database.url.0.split_once(':').map_or("", |(scheme, _)| scheme);
+        if matches!(database, "postgres" | "postgresql" | "mysql" | "mariadb") && self.origin("broker.url") == DEFAULT {
+            self.settings.broker.url = Secret(String::new());
+        }
     }
 }
 

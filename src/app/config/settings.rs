@@ -99,7 +99,8 @@ impl DatabaseSettings {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct BrokerSettings {
-    /// `kafka://`, `kafkas://`, `amqp://`, `amqps://` or `embedded://FILE`.
+    /// `kafka://`, `kafkas://`, `amqp://`, `amqps://` or `embedded://FILE`. The default is taken
+    /// only beside a SQLite file: with a database server the broker must be named.
     pub url: Secret,
     /// A PEM file with the certificate authorities that verify the server.
     pub ca_file: Option<PathBuf>,

@@ -97,6 +97,13 @@ pub(super) struct Range<'a> {
     pub(super) to: i64,
 }
 
+/// The bytes of a record as `Arrived::weight` counts them. Lengths are read without the payloads.
+macro_rules! weight {
+    () => {
+        "octet_length(payload) + octet_length(headers) + coalesce(octet_length(key), 0) + 200"
+    };
+}
+
 /// Reads a range: at most `rows_max` rows, and none after the row that reaches `bytes_max`.
 pub(super) async fn read(
     connection: &mut SqliteConnection,
@@ -105,14 +112,20 @@ pub(super) async fn read(
     bytes_max: usize,
 ) -> Result<Vec<Arrived>, sqlx::Error> {
     // The statement ends at the bound itself, because the thread of the connection copies many rows
-    // ahead of their reader. Lengths are read without the payloads; 200 as in `Arrived::weight`.
+    // ahead of their reader. A running sum is dear, so it is made only where all rows together reach
+    // the bound.
     let rows = sqlx::query(
-        "select position, key, headers, payload, appended_at from record where position >= ?1 \
-         and position <= coalesce((select position from (select position, row_number() over first as rows, \
-           sum(octet_length(payload) + octet_length(headers) + coalesce(octet_length(key), 0) + 200) over first as bytes \
-           from record where position >= ?1 and position < ?2 \
-           window first as (order by position rows unbounded preceding)) where rows >= ?3 or bytes >= ?4 limit 1), ?2 - 1) \
-         order by position",
+        concat!(
+            "select position, key, headers, payload, appended_at from record where position >= ?1 and position <= case \
+             when (select sum(weight) from (select ",
+            weight!(),
+            " as weight from record where position >= ?1 and position < ?2 order by position limit ?3)) < ?4 then ?2 - 1 \
+             else coalesce((select position from (select position, sum(",
+            weight!(),
+            ") over (order by position rows unbounded preceding) as bytes from record where position >= ?1 and position < ?2) \
+               where bytes >= ?4 limit 1), ?2 - 1) end \
+             order by position limit ?3"
+        ),
     )
     .bind(position(range.partition_id, range.from))
     .bind(position(range.partition_id, range.to))

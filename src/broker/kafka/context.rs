@@ -159,7 +159,7 @@ impl Reports {
             "IDEMPSTATE" if line.ends_with("-> Assigned") => {
                 self.producer_id.send_replace(true);
             }
-            "METADATA" => {
+            METADATA => {
                 if let Some((topic, id)) = id_of_topic(line) {
                     self.set_topic_id(topic, id);
                 } else if is_metadata(line) || is_connection(line) {
@@ -195,9 +195,12 @@ fn is_refusal(code: Option<RDKafkaErrorCode>, reason: &str) -> bool {
     }
 }
 
+/// The facility of log lines about metadata.
+pub(super) const METADATA: &str = "METADATA";
+
 /// Reads "[thrd:main]: Topic payments changed id from AAAAAAAAAAAAAAAAAAAAAA to
 /// 6cKjKR1yTl6PgRTBI1vCDw"
-fn id_of_topic(line: &str) -> Option<(&str, &str)> {
+pub(super) fn id_of_topic(line: &str) -> Option<(&str, &str)> {
     let (before, after) = line.split_once(" changed id from ")?;
     let (_, topic) = before.rsplit_once("Topic ")?;
     let (_, id) = after.split_once(" to ")?;

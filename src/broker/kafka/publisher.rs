@@ -78,7 +78,7 @@ impl KafkaPublisher {
     /// Opens a session. Returns when a first message would be sent without delay, or when the
     /// producer has got no id within `ASK_DEADLINE`.
     pub(super) async fn open(config: &Arc<KafkaConfig>, limits: &Arc<TopicLimits>) -> Result<Self, BrokerError> {
-        let session = Session::open(config, limits.sizes()).await?;
+        let session = Session::open(config, limits, limits.sizes()).await?;
         let (config, limits) = (Arc::clone(config), Arc::clone(limits));
         Ok(Self { config, limits, session, ready: HashSet::new(), waiting: HashMap::new(), patience: PATIENCE })
     }
@@ -112,7 +112,7 @@ impl KafkaPublisher {
                 needed.message_max
             )));
         }
-        self.session = Session::open(&self.config, needed).await?;
+        self.session = Session::open(&self.config, &self.limits, needed).await?;
         // The new producer has seen no topic, and its window knows no partition.
         self.ready.clear();
         Ok(true)
@@ -382,10 +382,11 @@ impl Publisher for KafkaPublisher {
 }
 
 impl Session {
-    async fn open(config: &Arc<KafkaConfig>, sizes: Sizes) -> Result<Self, BrokerError> {
+    async fn open(config: &Arc<KafkaConfig>, limits: &Arc<TopicLimits>, sizes: Sizes) -> Result<Self, BrokerError> {
         let window = Arc::new(PublishWindow::new(config.publish_rows_max, config.publish_bytes_max, sizes.batch_max));
         let reports = Arc::new(Reports::default());
-        let context = PublishContext { window: Arc::clone(&window), reports: Arc::clone(&reports) };
+        let limits = Arc::clone(limits);
+        let context = PublishContext { window: Arc::clone(&window), reports: Arc::clone(&reports), limits };
         let producer = BaseProducer::from_config_and_context(&client::producer(config, sizes), context)
             .map_err(|error| properties::refused(&error))?;
         let producer = Arc::new(producer);

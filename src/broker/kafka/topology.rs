@@ -20,6 +20,7 @@ use super::errors;
 use crate::broker::{Subscription, TopicState};
 use crate::error::BrokerError;
 use crate::inbox::rules::horizon::TopicRetention;
+use crate::observe;
 
 // Above the broker's default limit (1,048,588), so that a session need not start anew for it.
 const MESSAGE_MAX_FLOOR: usize = 2 << 20;
@@ -51,10 +52,23 @@ impl Limits {
 #[derive(Debug, Default)]
 pub(super) struct TopicLimits {
     known: Mutex<BTreeMap<String, Limits>>,
-    /// How many partitions each topic had when it was seen last.
-    partitions: Mutex<HashMap<String, usize>>,
+    partitions: Mutex<HashMap<String, Counted>>,
+    /// The id of each topic, where the broker tells it. Only a topic that was deleted and made anew
+    /// gets another one.
+    ids: Mutex<HashMap<String, String>>,
     /// The largest batch, once a topic whose limit is not known has refused a larger one.
     batch_max: Mutex<Option<usize>>,
+}
+
+/// How many partitions a topic had.
+#[derive(Debug, Clone, Copy)]
+struct Counted {
+    /// When it was seen last.
+    last: usize,
+    /// The most that it ever had: a broker that has not heard of a change yet still tells fewer.
+    most: usize,
+    /// True where the topic was made anew since: fewer are no lagging answer then.
+    made_anew: bool,
 }
 
 /// A topic that got partitions since it was seen last.
@@ -75,14 +89,33 @@ impl TopicLimits {
             partitions.remove(topic);
             return None;
         }
-        let Some(before) = partitions.get_mut(topic) else {
-            partitions.insert(topic.to_owned(), now);
+        let Some(counted) = partitions.get_mut(topic) else {
+            partitions.insert(topic.to_owned(), Counted { last: now, most: now, made_anew: false });
             return None;
         };
-        // A broker that has not heard of the change yet still tells fewer.
-        let grown = (*before < now).then(|| Grown { topic: topic.to_owned(), before: *before, now });
-        *before = now.max(*before);
-        grown
+        let before = counted.most;
+        let most = if counted.made_anew { now } else { now.max(before) };
+        *counted = Counted { last: now, most, made_anew: false };
+        (before < now).then(|| Grown { topic: topic.to_owned(), before, now })
+    }
+
+    /// Notes the id of a topic. Logs and counts a topic that was made anew while messages of its
+    /// keys may be on their way, once for all sessions of a process (R19).
+    pub(super) fn saw_id(&self, topic: &str, id: &str) {
+        let known = self.ids.lock().insert(topic.to_owned(), id.to_owned());
+        if known.is_none_or(|known| known == id) {
+            return;
+        }
+        if let Some(counted) = self.partitions.lock().get_mut(topic) {
+            // The number that was told last may be that of the new topic already.
+            *counted = Counted { most: counted.last, made_anew: true, ..*counted };
+        }
+        observe::order_incident("kafka");
+        tracing::warn!(
+            topic,
+            "a kafka topic was deleted and made anew while a publisher ran: messages that were sent before may be gone, and \
+             later ones of a key may be handled before earlier ones; the next time, stop the publisher first"
+        );
     }
 
     /// The topics among these that the broker was not asked about.
@@ -444,8 +477,32 @@ mod tests {
         assert_eq!(short(2, &[]), None);
     }
 
+    /// Shown by: keeping the most that the old topic had; taking the number of a lagging broker.
     #[test]
-    fn a_topic_that_got_partitions_is_told_once_and_one_made_anew_is_not() {
+    fn growth_is_told_of_a_topic_that_was_made_anew_with_fewer_partitions_than_it_ever_had() {
+        let grown = |before, now| Some(Grown { topic: "t".to_owned(), before, now });
+        // Its id is seen before its number of partitions, or behind it.
+        for is_first in [true, false] {
+            let limits = TopicLimits::default();
+            limits.saw_id("t", "one");
+            limits.saw_id("u", "other");
+            assert_eq!(limits.saw_partitions("t", 6), None);
+            if is_first {
+                limits.saw_id("t", "two");
+            }
+            assert_eq!(limits.saw_partitions("t", 2), None);
+            if !is_first {
+                limits.saw_id("t", "two");
+            }
+            limits.saw_id("t", "two");
+            assert_eq!(limits.saw_partitions("t", 4), grown(2, 4), "{is_first}");
+            assert_eq!(limits.saw_partitions("t", 2), None);
+            assert_eq!(limits.saw_partitions("t", 4), None, "a broker lagged");
+        }
+    }
+
+    #[test]
+    fn a_topic_that_got_partitions_is_told_once_and_one_that_was_away_is_not() {
         let limits = TopicLimits::default();
         assert_eq!(limits.saw_partitions("t", 3), None);
         assert_eq!(limits.saw_partitions("t", 3), None);

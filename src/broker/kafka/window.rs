@@ -18,9 +18,10 @@ use rdkafka::message::{DeliveryResult, Message};
 use rdkafka::producer::ProducerContext;
 use tokio::sync::Notify;
 
-use super::context::Reports;
+use super::context::{METADATA, Reports, id_of_topic};
 use super::errors;
 use super::opening::{May, Opening, Place};
+use super::topology::TopicLimits;
 use crate::broker::{Receipt, Refusal, Settled};
 
 /// Rows between `send` and `settle`.
@@ -387,10 +388,16 @@ fn receipt(partition: i32, offset: i64) -> Option<Receipt> {
 pub(super) struct PublishContext {
     pub(super) window: Arc<PublishWindow>,
     pub(super) reports: Arc<Reports>,
+    pub(super) limits: Arc<TopicLimits>,
 }
 
 impl ClientContext for PublishContext {
     fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
+        if facility == METADATA
+            && let Some((topic, id)) = id_of_topic(line)
+        {
+            self.limits.saw_id(topic, id);
+        }
         self.reports.log(level, facility, line);
     }
 

@@ -28,7 +28,6 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-use self::leaving::gap_name;
 use super::context::Context;
 use super::effect::{Compensation, Declared, Intent, Prepared, Settlements};
 use super::ends::{Local, Settled};
@@ -402,7 +401,7 @@ impl Driver {
                 if gap == Gap::Mismatch {
                     self.note(Noted::Contradiction);
                 }
-                self.park_unless_proven(effect, intent, gap_name(gap)).await
+                self.park_unless_proven(effect, intent, gap.reason()).await
             }
         }
     }

@@ -164,6 +164,21 @@ pub(crate) enum Gap {
     Attempts,
 }
 
+impl Gap {
+    /// The reason of parking, as an operator reads it.
+    pub(crate) fn reason(self) -> &'static str {
+        match self {
+            Self::NoMeans => "provider-without-key-or-query",
+            Self::WindowOver => "provider-may-have-forgotten-the-key",
+            Self::NotFound => "provider-did-not-find-it",
+            Self::StoredError => "provider-replays-an-error",
+            Self::Mismatch => "provider-mismatch",
+            Self::DuplicateRefused => "accepted-duplicate-was-refused",
+            Self::Attempts => "attempts-used-up",
+        }
+    }
+}
+
 impl KeyWindow {
     /// Refuses a window in which no send could be repeated.
     pub(crate) fn validate(self) -> Result<(), Invalid> {

@@ -75,6 +75,27 @@ fn hosts(options: &StoreOptions) -> Result<Hosts<Postgres>, StoreError> {
     Ok(Hosts::new(hosts))
 }
 
+/// The parameters of a URL that sqlx reads.
+const PARAMETERS: [&str; 17] = [
+    "application_name",
+    "dbname",
+    "host",
+    "hostaddr",
+    "options",
+    "password",
+    "port",
+    "ssl-ca",
+    "ssl-cert",
+    "ssl-key",
+    "ssl-root-cert",
+    "sslcert",
+    "sslkey",
+    "sslrootcert",
+    "statement-cache-capacity",
+    "user",
+    "ssl-mode",
+];
+
 /// The options to reach one of the hosts. `shown` is the URL of all, for errors.
 fn connect_options(shown: &str, url: &str, options: &StoreOptions) -> Result<PgConnectOptions, StoreError> {
     let refused = |why: String| StoreError::Refused(format!("the database URL {} {why}", redact(shown)));
@@ -99,7 +120,9 @@ fn connect_options(shown: &str, url: &str, options: &StoreOptions) -> Result<PgC
                     "asks for `{value}`: only a server that takes writes can be used; leave it out"
                 )));
             }
-            _ => {}
+            name if PARAMETERS.contains(&name) || name.starts_with("options[") => {}
+            // Its value may be a secret.
+            name => tracing::warn!(name, "a parameter of the database URL is not known, and does nothing"),
         }
     }
     let host = connect.get_host();

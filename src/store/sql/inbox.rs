@@ -113,9 +113,10 @@ const FORGET_EMPTY: &str = "{pg: /* planned anew */ }delete {my: a} from \
 const COUNTED_OF: &str = "{pg: /* planned anew */ }select a.message_id, a.attempts from \
     {each attempt a ids message_id :ids primary} and a.consumer_id = :consumer and a.attempts > 0";
 
-const HANDLED: &str = "{pg: /* planned anew */ }select a.message_id from oncebox.attempt a {my: straight_join}{pg lite: join} oncebox.inbox i \
-      {my: force index (primary)} on i.consumer_id = a.consumer_id and i.message_id = a.message_id \
-    where a.consumer_id = :consumer limit :most";
+/// The messages with counted tries, in pages. No join with the inbox: on PostgreSQL it would lock
+/// all partitions of it.
+const ATTEMPTED: &str = "select message_id from oncebox.attempt \
+    where consumer_id = :consumer and message_id > :after order by message_id limit :most";
 
 /// Deletes exact rows: a range would wait for a transaction that is counting a try.
 const FORGET: &str = "{pg: /* planned anew */ }delete {my: a} from \
@@ -202,13 +203,19 @@ impl<S: OwnInbox> Inbox for S {
     }
 
     async fn forget_attempts(&self, consumer: ConsumerId, rows_max: usize) -> Result<u64, StoreError> {
-        let handled = sql(HANDLED).bind("consumer", consumer).bind("most", rows_max);
-        let handled: Vec<Uuid> = self.reader().await?.column(handled).await?;
-        if handled.is_empty() {
-            return Ok(0);
+        let (mut after, mut forgotten) = (Uuid::nil(), 0);
+        while forgotten < rows_max as u64 {
+            let page = sql(ATTEMPTED).bind("consumer", consumer).bind("after", after).bind("most", rows_max);
+            let page: Vec<Uuid> = self.reader().await?.column(page).await?;
+            let Some(last) = page.last().copied() else { break };
+            let ids: Vec<MessageId> = page.into_iter().map(MessageId::from).collect();
+            let handled: Vec<MessageId> = self.known_ids(consumer, &ids).await?.into_iter().collect();
+            if !handled.is_empty() {
+                forgotten += self.run_alone(of_many(FORGET, consumer, &handled)).await?;
+            }
+            after = last;
         }
-        let ids: Vec<MessageId> = handled.into_iter().map(MessageId::from).collect();
-        self.run_alone(of_many(FORGET, consumer, &ids)).await
+        Ok(forgotten)
     }
 
     async fn has_dead(&self, consumer: ConsumerId, rows: usize) -> Result<bool, StoreError> {

@@ -53,18 +53,23 @@ macro_rules! weight {
 
 /// The fence and the next rows, each with its bytes, in one snapshot. The outer join returns the
 /// fence even where there is no row. The statement ends behind the row that reaches the bound of
-/// bytes, because the thread of the connection copies many rows ahead of their reader.
+/// bytes, because the thread of the connection copies many rows ahead of their reader. The running
+/// sum costs three times as much as the rows themselves, so it is made only where all of them
+/// together reach the bound.
 pub(super) const READ: &str = concat!(
     "select s.epoch, s.revision, coalesce((select seq from sqlite_sequence where name = 'oncebox_outbox'), 0), \
              s.scanned_to, o.position, o.bucket, o.message_id, o.topic, o.key, o.kind, o.headers, o.payload, o.content_type, \
              o.created_at, ",
     weight!("o."),
-    " from oncebox_shard as s left join oncebox_outbox as o on o.position > ?1 and o.position <= coalesce((select position from \
-               (select position, row_number() over first as rows, sum(",
+    " from oncebox_shard as s left join oncebox_outbox as o on o.position > ?1 and o.position <= case \
+             when (select sum(weight) from (select ",
+    weight!(""),
+    " as weight from oncebox_outbox where position > ?1 order by position limit ?3)) < ?4 then 9223372036854775807 \
+             else coalesce((select position from (select position, row_number() over first as rows, sum(",
     weight!(""),
     ") over first as bytes \
                  from oncebox_outbox where position > ?1 window first as (order by position rows unbounded preceding)) \
-               where rows >= ?3 or bytes >= ?4 limit 1 offset 1), 9223372036854775807) \
+               where rows >= ?3 or bytes >= ?4 limit 1 offset 1), 9223372036854775807) end \
              where s.shard_id = ?2 order by o.position limit ?3"
 );
 

@@ -289,9 +289,11 @@ fn o11_an_unknown_key_is_resolved_by_a_file_or_as_not_happened() {
         .fails(2, &["missing"]);
     for (option, value, why) in [
         ("--ttl", "0s", "longer than zero"),
-        ("--status", "20", "no status of an answer"),
-        ("--status", "199", "no status of an answer"),
-        ("--status", "600", "no status of an answer"),
+        ("--status", "20", "200..=599"),
+        ("--status", "199", "200..=599"),
+        ("--status", "600", "200..=599"),
+        ("--status", "302", "200 to 299, or 400 to 499"),
+        ("--grpc-code", "17", "0..=16"),
     ] {
         let resolve = ["keys", "resolve", &done, "--completed", &file, option, value, "--why", "w"];
         place.oncebox(&resolve).run().fails(2, &[option, why]);
@@ -402,7 +404,7 @@ fn o9_an_operation_is_resolved_with_its_key_and_a_contradiction_is_listed() {
     let resolve = ["operations", "resolve", &id, "--succeeded", &file, "--status", "201", "--why", "asked them"];
     place.oncebox(&["operations", "resolve", &id, "--why", "w"]).run().fails(2, &["--succeeded"]);
     place.oncebox(&["operations", "resolve", &id, "--failed", &file, "--why", "w"]).run().fails(2, &["--status"]);
-    for wrong in [["--ttl", "0s"], ["--status", "17"]] {
+    for wrong in [["--ttl", "0s"], ["--status", "17"], ["--status", "402"], ["--grpc-code", "5"]] {
         let resolve = [&["operations", "resolve", &id, "--succeeded", &file, "--why", "w"], &wrong[..]].concat();
         place.oncebox(&resolve).run().fails(2, &[wrong[0]]);
     }

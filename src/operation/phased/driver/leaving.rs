@@ -18,23 +18,10 @@ use crate::operation::phased::evidence;
 use crate::operation::port::Fenced;
 use crate::operation::port::evidence::StoredEvidence;
 use crate::operation::port::phases::{Due, Leave, StoredIntent, StoredOperation};
-use crate::operation::rules::provider::{Gap, Sends};
+use crate::operation::rules::provider::Sends;
 use crate::time::bound::LONGEST;
 use crate::time::pace::Pace;
 use crate::time::retry;
-
-/// The reason as an operator reads it.
-pub(super) fn gap_name(gap: Gap) -> &'static str {
-    match gap {
-        Gap::NoMeans => "provider-without-key-or-query",
-        Gap::WindowOver => "provider-may-have-forgotten-the-key",
-        Gap::NotFound => "provider-did-not-find-it",
-        Gap::StoredError => "provider-replays-an-error",
-        Gap::Mismatch => "provider-mismatch",
-        Gap::DuplicateRefused => "accepted-duplicate-was-refused",
-        Gap::Attempts => "attempts-used-up",
-    }
-}
 
 impl Driver {
     /// Ends a drive after an error. An error that is not transient counts as an attempt and makes
