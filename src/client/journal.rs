@@ -221,8 +221,8 @@ impl KeyJournal {
     }
 
     /// Stores the operation durably. `sent_at`: when it may have been sent first, if that is known
-    /// from elsewhere; the journal keeps the oldest time that is known. Returns the time of its first
-    /// send if it was stored before, and not for this request.
+    /// from elsewhere; the journal keeps the oldest time that is known. Returns the time of its
+    /// first send if it was stored before, and not for this request.
     pub(super) async fn note(
         &self,
         request: &Request,
@@ -299,8 +299,8 @@ impl KeyJournal {
     }
 }
 
-/// When the operation was sent first, as far as this process knows: now, or earlier where an attempt
-/// was made without a journal, or `sent_at` says so.
+/// When the operation was sent first, as far as this process knows: now, or earlier where an
+/// attempt was made without a journal, or `sent_at` says so.
 fn first_sent_at(request: &Request, sent_at: Option<SystemTime>) -> SystemTime {
     let now = SystemTime::now();
     let attempt = request.in_doubt_for().and_then(|age| now.checked_sub(age));

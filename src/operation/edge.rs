@@ -177,8 +177,8 @@ async fn claim_and_drive<S, T, R, W>(
             // A retry is judged by the record in the store, once the store answers again.
             begin.entry.leave();
             let _ = tell.send(Step::Answer(EdgeAnswer::Answered(front.store_failed("claim", &error))));
-            // The statement was taken back, or the database takes no writes: the claim was certainly
-            // not made.
+            // The statement was taken back, or the database takes no writes: the claim was
+            // certainly not made.
             let is_unmade = match &error {
                 StoreError::Busy(_) => true,
                 StoreError::Unavailable(error) => classify::is_read_only(error),

@@ -166,9 +166,9 @@ fn outcome_of(endpoint: &Registered, run: &NewEvidence) -> RunOutcome {
     }
 }
 
-/// The outcome where the route cannot say it, or says a failure beside a late success: a run that ended while the route was asked found the
-/// record in use, so it left only its evidence. A success is the outcome, whatever other runs did;
-/// a failure says nothing of a run after it.
+/// The outcome where the route cannot say it, or says a failure beside a late success: a run that
+/// ended while the route was asked found the record in use, so it left only its evidence. A success
+/// is the outcome, whatever other runs did; a failure says nothing of a run after it.
 async fn success_of_late_run(engine: &Core, endpoint: &Registered, record: &Record) -> RunOutcome {
     match how_it_ended(engine, record).await {
         Ok(Some(run)) if run.verdict == "success" => outcome_of(endpoint, &run),

@@ -112,8 +112,8 @@ pub(super) async fn read(
     bytes_max: usize,
 ) -> Result<Vec<Arrived>, sqlx::Error> {
     // The statement ends at the bound itself, because the thread of the connection copies many rows
-    // ahead of their reader. A running sum is dear, so it is made only where all rows together reach
-    // the bound.
+    // ahead of their reader. A running sum is dear, so it is made only where all rows together
+    // reach the bound.
     let rows = sqlx::query(
         concat!(
             "select position, key, headers, payload, appended_at from record where position >= ?1 and position <= case \

@@ -164,6 +164,7 @@ impl KafkaPublisher {
     /// sent. Called also when the session is dropped: the sessions of a process share what they
     /// know about limits.
     fn distrust_changed_topics(&mut self) {
+        tell_of_topics_made_anew(&self.limits);
         if let Some(topic) = self.session.window.take_refused_batch() {
             self.limits.refused_batch(&topic, self.session.sizes.batch_max);
         }
@@ -344,6 +345,7 @@ impl Publisher for KafkaPublisher {
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), BrokerError> {
         loop {
             self.go_on();
+            tell_of_topics_made_anew(&self.limits);
             // A refusal that came before any doubt is not the cause of a later one. If the guilty
             // report comes between this check and `take`, it costs one wait at most.
             if self.session.window.has_refused() && self.doubt().is_none() {
@@ -457,6 +459,18 @@ impl Session {
         .await?;
         grown.iter().for_each(tell_of_growth);
         Ok(states)
+    }
+}
+
+/// Logs and counts topics that were deleted and made anew while a publisher knew them.
+fn tell_of_topics_made_anew(limits: &TopicLimits) {
+    for topic in limits.take_made_anew() {
+        observe::order_incident("kafka");
+        tracing::warn!(
+            topic,
+            "a kafka topic was deleted and made anew while a publisher ran: messages that were sent before may be gone, and \
+             later ones of a key may be handled before earlier ones; the next time, stop the publisher first"
+        );
     }
 }
 

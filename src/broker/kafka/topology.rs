@@ -20,7 +20,6 @@ use super::errors;
 use crate::broker::{Subscription, TopicState};
 use crate::error::BrokerError;
 use crate::inbox::rules::horizon::TopicRetention;
-use crate::observe;
 
 // Above the broker's default limit (1,048,588), so that a session need not start anew for it.
 const MESSAGE_MAX_FLOOR: usize = 2 << 20;
@@ -56,6 +55,8 @@ pub(super) struct TopicLimits {
     /// The id of each topic, where the broker tells it. Only a topic that was deleted and made anew
     /// gets another one.
     ids: Mutex<HashMap<String, String>>,
+    /// Topics that were made anew, and of which nobody told yet.
+    made_anew: Mutex<Vec<String>>,
     /// The largest batch, once a topic whose limit is not known has refused a larger one.
     batch_max: Mutex<Option<usize>>,
 }
@@ -99,8 +100,8 @@ impl TopicLimits {
         (before < now).then(|| Grown { topic: topic.to_owned(), before, now })
     }
 
-    /// Notes the id of a topic. Logs and counts a topic that was made anew while messages of its
-    /// keys may be on their way, once for all sessions of a process (R19).
+    /// Notes the id of a topic. Another id than before is a topic that was made anew while messages
+    /// of its keys may be on their way: it is told once for all sessions of a process (R19).
     pub(super) fn saw_id(&self, topic: &str, id: &str) {
         let known = self.ids.lock().insert(topic.to_owned(), id.to_owned());
         if known.is_none_or(|known| known == id) {
@@ -110,12 +111,12 @@ impl TopicLimits {
             // The number that was told last may be that of the new topic already.
             *counted = Counted { most: counted.last, made_anew: true, ..*counted };
         }
-        observe::order_incident("kafka");
-        tracing::warn!(
-            topic,
-            "a kafka topic was deleted and made anew while a publisher ran: messages that were sent before may be gone, and \
-             later ones of a key may be handled before earlier ones; the next time, stop the publisher first"
-        );
+        self.made_anew.lock().push(topic.to_owned());
+    }
+
+    /// Takes the topics that were made anew since the last call.
+    pub(super) fn take_made_anew(&self) -> Vec<String> {
+        std::mem::take(&mut self.made_anew.lock())
     }
 
     /// The topics among these that the broker was not asked about.

@@ -200,9 +200,9 @@ impl Driver {
         Ok(Next::Again)
     }
 
-    /// Awaits a call of an adapter. `None`: no answer in time. A panic of the adapter ends the driver
-    /// as the end of the process would: the call may have arrived, the lease runs out, and another
-    /// driver takes over. The log line says whose adapter it was.
+    /// Awaits a call of an adapter. `None`: no answer in time. A panic of the adapter ends the
+    /// driver as the end of the process would: the call may have arrived, the lease runs out, and
+    /// another driver takes over. The log line says whose adapter it was.
     async fn called<T>(&self, effect: &Declared, call: impl Future<Output = T>) -> Option<T> {
         let answered = tokio::time::timeout(effect.provider.timeout(), AssertUnwindSafe(call).catch_unwind()).await;
         answered.ok().map(|answer| {
