@@ -174,8 +174,7 @@ mod tests {
         }
     }
 
-    /// Shown by: a statement that walks on behind its bounds. One that ends where the reader stops
-    /// has copied more than 256 rows by then, of 64 MiB each at most.
+    /// Shown by: a statement that walks on behind its bounds.
     #[tokio::test]
     async fn g11_a_read_takes_no_row_beyond_its_bounds_out_of_the_file() {
         let mut file = SqliteConnection::connect("sqlite::memory:").await.unwrap();
@@ -191,7 +190,7 @@ mod tests {
         });
         let range = Range { topic: "t", partition_id: 1, number: 0, from: 5, to: 900 };
         // A row has 1,203 bytes: payload, key, headers, and what is not counted one by one.
-        for (rows_max, bytes_max, read_rows) in [(500, 2_406, 2), (500, 2_407, 3), (4, usize::MAX, 4), (500, 1, 1)] {
+        for (rows_max, bytes_max, read_rows) in [(100, 2_406, 2), (100, 2_407, 3), (4, usize::MAX, 4), (100, 1, 1)] {
             let before = steps.load(Ordering::Relaxed);
             let read = read(&mut file, range, rows_max, bytes_max).await.unwrap();
             let offsets: Vec<i64> = read.iter().map(|row| row.coordinates.offset).collect();
@@ -199,7 +198,8 @@ mod tests {
             // The answer shows that the thread has ended the read.
             file.ping().await.unwrap();
             let steps = steps.load(Ordering::Relaxed) - before;
-            assert!(steps < 1_000, "{steps} steps");
+            // The lengths of 100 rows are looked at, and not those of all 895.
+            assert!(steps < 5_000, "{steps} steps");
         }
         assert_eq!(read(&mut file, range, 2_000, usize::MAX).await.unwrap().len(), 895);
     }
