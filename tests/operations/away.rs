@@ -10,10 +10,11 @@ use oncebox::store::sqlite::SqliteStore;
 use oncebox::store::{Base, Keys, Schema, StoreOptions};
 
 use super::crowd::door;
+use super::hearing::Heard;
 use super::kit::*;
 use super::provider::ProviderProcess;
 use super::proxy::{Failure, Proxy, When};
-use super::service::{Service, count, payment};
+use super::service::{Service, count, payment, records};
 use super::standstill::Standstill;
 use super::support::eventually;
 
@@ -83,6 +84,7 @@ async fn while_the_database_is_away_every_request_is_refused_within_two_seconds_
         for (path, table) in BODIES {
             assert_eq!(count(&direct, &format!("select count(*) from {table}")).await, round as i64, "{path} ran");
         }
+        assert_eq!(records(&direct).await, 3 * round as i64, "no key was burnt");
         proxy.works();
         let back = Instant::now();
         let still = Standstill::watch();
@@ -127,15 +129,19 @@ async fn a_service_whose_connection_is_lost_while_it_starts_starts_all_the_same(
 mod crowded {
     use super::{
         slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon,
-        what_waits_for_a_place_when_the_database_goes_away_has_not_begun,
         what_waits_for_another_process_when_the_database_goes_away_has_not_begun,
     };
 
     crate::kit::on_servers!(
         slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_soon,
-        what_waits_for_a_place_when_the_database_goes_away_has_not_begun,
         what_waits_for_another_process_when_the_database_goes_away_has_not_begun,
     );
+}
+
+mod heard {
+    use super::what_waits_for_a_place_when_the_database_goes_away_has_not_begun;
+
+    crate::observed::heard_on_servers!(what_waits_for_a_place_when_the_database_goes_away_has_not_begun);
 }
 
 // Shown by: no bound on what begins: the fourth waits for a connection as long as the pool lets it,
@@ -194,27 +200,41 @@ async fn slow_operations_leave_room_for_what_is_short_and_the_rest_is_refused_so
 
 // Shown to fail: with a wait for a place that does not end when the database goes away, because its
 // request then gets 503 `IDEMPOTENCY_COMMIT_UNKNOWN`.
-async fn what_waits_for_a_place_when_the_database_goes_away_has_not_begun<S: Sql>(direct: World<S>) {
+async fn what_waits_for_a_place_when_the_database_goes_away_has_not_begun<S: Sql>(direct: World<S>, heard: Heard) {
     let (url, proxy) = network(direct.url.clone()).await;
-    let through = World { url: proxy.url.clone(), ..direct }.with_pool_of(4).await;
-    let (endpoint, gate) = (through.protect(same_tx()), Gate::closed());
-    let slow = ["key-slow-00000000001", "key-slow-00000000002", "key-slow-00000000003"];
-    let slow = slow.map(|key| running(&through, &endpoint, key, &gate));
-    for _ in &slow {
-        gate.begun().await;
+    for round in 0..5 {
+        let through = World { url: proxy.url.clone(), ..direct.clone() }.with_pool_of(4).await;
+        let (endpoint, gate) = (through.protect(same_tx()), Gate::closed());
+        let ask = |name: String| running(&through, &endpoint, name.leak(), &gate);
+        let slow = [1, 2, 3].map(|number| ask(format!("key-slow-of-round-{round}-{number}")));
+        for _ in &slow {
+            gate.begun().await;
+        }
+        let (sent, admitted) = (proxy.requests(), failed_to_admit(&heard));
+        let waiting = [1, 2, 3, 4, 5].map(|number| ask(format!("key-that-waits-{round}-{number}")));
+        until("their keys are looked for", || async { proxy.requests() >= sent + 5 }).await;
+        proxy.fails(Failure::Cut);
+        let mut in_vain = 0;
+        for asked in waiting {
+            // One that has waited for too long is told so: that is no news of the database.
+            in_vain += u32::from(problem(asked.await.unwrap(), Code::StoreUnavailable).detail.is_some());
+        }
+        for asked in slow {
+            problem(asked.await.unwrap(), Code::CommitUnknown);
+        }
+        assert_eq!((gate.calls(), count(&url, "select count(*) from effect").await), (3, 0));
+        if failed_to_admit(&heard) - admitted > f64::from(in_vain) {
+            return;
+        }
+        // The signs of life count as requests: all were still to look for their keys.
+        proxy.works();
     }
-    let sent = proxy.requests();
-    let waiting = [K1, K2, "key-0000000000000003", "key-0000000000000004", "key-0000000000000005"];
-    let waiting = waiting.map(|key| running(&through, &endpoint, key, &gate));
-    until("their keys are looked for", || async { proxy.requests() >= sent + 5 }).await;
-    proxy.fails(Failure::Cut);
-    for asked in waiting {
-        problem(asked.await.unwrap(), Code::StoreUnavailable);
-    }
-    for asked in slow {
-        problem(asked.await.unwrap(), Code::CommitUnknown);
-    }
-    assert_eq!((gate.calls(), count(&url, "select count(*) from effect").await), (3, 0));
+    panic!("none waited for a place when the database went away");
+}
+
+/// How many have waited for a place and got none.
+fn failed_to_admit(heard: &Heard) -> f64 {
+    heard.metric("oncebox_idempotency_store_error_count", &[("operation", "put"), ("stage", "admit")])
 }
 
 // Shown to fail: with a wait in the task of a run, and a grace for such a task (`reach`) that is
@@ -240,6 +260,7 @@ async fn what_waits_for_another_process_when_the_database_goes_away_has_not_begu
     let is_answered = || waiting.iter().any(tokio::task::JoinHandle::is_finished);
     until("they wait", || async { proxy.requests() >= sent + 4 * 80 || is_answered() }).await;
     proxy.fails(Failure::Cut);
+    assert!(!waiting.iter().all(tokio::task::JoinHandle::is_finished), "some wait when it goes away");
     for asked in waiting {
         problem(asked.await.unwrap(), Code::StoreUnavailable);
     }

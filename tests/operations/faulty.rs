@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
+use oncebox::adapter::Versions;
 use oncebox::operation::{Durability, Identity, OperationName, Record, Retention};
 use oncebox::store::{
     AnswerBody, Basis, Fenced, KeptBody, KeyClaim, Keys, Look, NewEvidence, OperationStats, Owned, RunOutcome,
@@ -93,6 +94,15 @@ impl<S: Keys + Clone> Keys for Faulty<S> {
         self.inner.find(identity).await
     }
 
+    async fn find_settled(&self, identity: &Identity) -> Result<Look, StoreError> {
+        away(&self.faults.find)?;
+        self.inner.find_settled(identity).await
+    }
+
+    async fn sign_of_life(&self) -> Result<(), StoreError> {
+        self.inner.sign_of_life().await
+    }
+
     async fn body(&self, record: &Record) -> Result<Option<KeptBody>, StoreError> {
         self.inner.body(record).await
     }
@@ -113,7 +123,7 @@ impl<S: Keys + Clone> Keys for Faulty<S> {
             let (late, claim) = (self.clone(), claim.clone());
             tokio::spawn(async move {
                 while late.faults.releases.load(Ordering::SeqCst) == 0 {
-                    tokio::task::yield_now().await;
+                    tokio::time::sleep(Duration::from_millis(5)).await;
                 }
                 assert!(matches!(late.inner.claim(&claim, Basis::New).await, Ok(Some(_))));
                 late.faults.has_arrived.store(true, Ordering::SeqCst);
@@ -122,7 +132,7 @@ impl<S: Keys + Clone> Keys for Faulty<S> {
         }
         let claimed = self.inner.claim(claim, basis).await;
         while self.faults.claim_waits.load(Ordering::SeqCst) {
-            tokio::task::yield_now().await;
+            tokio::time::sleep(Duration::from_millis(5)).await;
         }
         away(&self.faults.claim_answer)?;
         claimed
@@ -154,6 +164,13 @@ impl<S: Keys + Clone> Keys for Faulty<S> {
         let released = self.inner.release(owned).await;
         self.faults.releases.fetch_add(1, Ordering::SeqCst);
         released
+    }
+
+    async fn take_back(&self, claim: &KeyClaim, basis: Basis<'_>) -> Result<Fenced, StoreError> {
+        away(&self.faults.finish)?;
+        let taken = self.inner.take_back(claim, basis).await;
+        self.faults.releases.fetch_add(1, Ordering::SeqCst);
+        taken
     }
 
     async fn mark_unknown(&self, seen: &Record) -> Result<Fenced, StoreError> {
@@ -195,7 +212,7 @@ impl<S: Keys + Clone> Keys for Faulty<S> {
         let open = self.inner.open_of_tenant(tenant).await;
         self.faults.opens.fetch_add(1, Ordering::SeqCst);
         while self.faults.opens_wait.load(Ordering::SeqCst) {
-            tokio::task::yield_now().await;
+            tokio::time::sleep(Duration::from_millis(5)).await;
         }
         open
     }
@@ -213,6 +230,10 @@ impl<S: Keys + Clone> Keys for Faulty<S> {
 
     async fn runs_of(&self, operation_id: uuid::Uuid) -> Result<Vec<StoredEvidence>, StoreError> {
         self.inner.runs_of(operation_id).await
+    }
+
+    async fn announce(&self, process: uuid::Uuid, versions: &[Versions]) -> Result<(), StoreError> {
+        self.inner.announce(process, versions).await
     }
 
     async fn operation_stats(&self) -> Result<OperationStats, StoreError> {

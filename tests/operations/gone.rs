@@ -1,5 +1,5 @@
 //! A client that goes away in the middle of the handler of a route behind the layer, and of an
-//! operation in phases (pitfall 2).
+//! operation in phases (pitfall 2); and how a client goes away in other tests.
 //!
 //! That the server has seen it go is shown and not guessed: the client ends what it sends, and
 //! waits for the end of what it gets.
@@ -33,9 +33,8 @@ mod example {
     }
 }
 
-/// Sends a request, waits until its handler has begun, and goes; ends when the server has seen
-/// that, and has dropped the request.
-async fn goes_away(url: &str, path: &str, body: &str, handler: &Gate) {
+/// Sends a request, and does not wait for its answer.
+pub(crate) async fn asks(url: &str, path: &str, body: &str) -> TcpStream {
     let mut stream = TcpStream::connect(url.trim_start_matches("http://")).await.unwrap();
     let head = format!(
         "POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer t1:p1\r\nidempotency-key: {K1}\r\n\
@@ -43,12 +42,23 @@ async fn goes_away(url: &str, path: &str, body: &str, handler: &Gate) {
         body.len()
     );
     stream.write_all(format!("{head}{body}").as_bytes()).await.unwrap();
-    handler.begun().await;
+    stream
+}
+
+/// Goes; ends when the server has seen that, and has dropped the request.
+pub(crate) async fn goes(mut stream: TcpStream) {
     stream.shutdown().await.unwrap();
     let mut answer = Vec::new();
     // Its end, or a reset.
     let _ = tokio::time::timeout(SOON, stream.read_to_end(&mut answer)).await.expect("the server sees it go");
     assert_eq!(String::from_utf8_lossy(&answer), "", "it was answered");
+}
+
+/// Sends a request, waits until its handler has begun, and goes.
+pub(crate) async fn goes_away(url: &str, path: &str, body: &str, handler: &Gate) {
+    let stream = asks(url, path, body).await;
+    handler.begun().await;
+    goes(stream).await;
 }
 
 // Shown by: a run that is aborted with the request that waits for it (for ever in progress).

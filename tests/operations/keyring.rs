@@ -157,10 +157,12 @@ async fn o21_an_unknown_key_id_is_503_in_every_state_and_runs_nothing<S: Sql>(wo
     assert_eq!((gate.calls(), world.effects().await), (calls, 2));
 }
 
-/// A claim of the principal of this record whose process died.
+/// A claim as this record, whose process died.
 async fn left_behind<S: Sql>(world: &World<S>, of: Record, key_text: &str) {
     let claim = claim(&world.another_process().protect(edge()), key_text, Mode::Edge, Duration::from_millis(1));
-    world.is_left_behind(&oncebox::store::KeyClaim { principal: of.principal, ..claim }).await;
+    world
+        .is_left_behind(&oncebox::store::KeyClaim { principal: of.principal, fingerprint: of.fingerprint, ..claim })
+        .await;
 }
 
 // Shown by: giving up a stale claim, or running it again, before its fingerprint is judged; calling

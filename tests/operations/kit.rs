@@ -449,7 +449,9 @@ pub(crate) async fn run_as<S: Sql>(
 ) -> Answered {
     let (tenant, principal) = who.split_once(':').unwrap();
     let scope = Some(scope(tenant, principal));
-    world.engine.execute_transactional(endpoint, scope, key(key_text), put(text), handler).await
+    let answered = world.engine.execute_transactional(endpoint, scope, key(key_text), put(text), handler);
+    // Longer than any test lets one wait.
+    tokio::time::timeout(SOON * 5, answered).await.expect("it is answered")
 }
 
 /// The same in a task of its own: one effect, past the gate.

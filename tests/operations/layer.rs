@@ -14,7 +14,8 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post as route_post};
 use oncebox::http::idempotency::{IdempotencyLayer, Idempotent, OutcomeTag};
 use oncebox::operation::{
-    Code, Effects, Endpoint, Guard, Mode, Outcome, Reconciled, Reply, Requirement, Route, State as Remembered,
+    Code, Effects, Endpoint, Guard, GuardError, Mode, Outcome, Reconciled, Reply, Requirement, Route,
+    State as Remembered,
 };
 use oncebox::store::{Bridged, KeyClaim};
 use serde::Deserialize;
@@ -36,6 +37,7 @@ on_all! {
     o2_a_guard_commits_effect_and_outcome_together_whatever_is_answered,
     o2_a_guard_stores_no_success_of_a_transaction_that_has_ended,
     o2_a_stale_guarded_claim_is_taken_over_and_the_late_owner_changes_nothing,
+    o2_a_guard_that_lost_its_claim_commits_nothing,
 }
 
 /// The operation of the layer's tests has the name of the typed one, so that `identity` names its
@@ -327,31 +329,41 @@ async fn o11_a_stale_claim_is_reconciled_where_the_route_can<S: Sql>(world: Worl
     assert_eq!((gate.calls(), asked.calls()), (0, 2), "the handler never ran, and nobody was asked again");
 }
 
+// In two processes.
 async fn o11_a_stale_claim_runs_again_where_that_is_declared_harmless<S: Sql>(world: World<S>) {
     let gate = Gate::open();
-    let route = Route { effects: Effects::Repeatable, ..edge() };
-    let url = layered(&world, Endpoint::raw("put", route), &gate).await + "/put";
+    let endpoint = || Endpoint::raw("put", Route { effects: Effects::Repeatable, ..edge() });
+    let one = layered(&world, endpoint(), &gate).await + "/put";
+    let two = layered(&world.another_process(), endpoint(), &gate).await + "/put";
     left_behind(&world, Mode::Edge).await;
     let mut twenty = tokio::task::JoinSet::new();
-    for _ in 0..20 {
+    for url in [&one, &two].into_iter().cycle().take(20) {
         let url = url.clone();
         twenty.spawn(async move { send(post(&url, K1, "{}")).await });
     }
     for answer in twenty.join_all().await {
         assert!(answer.status == 201 || answer.code() == "IDEMPOTENCY_REQUEST_IN_PROGRESS", "{answer:?}");
     }
-    assert_eq!(gate.calls(), 1, "of twenty that take it over one wins");
+    assert_eq!((gate.calls(), world.effects().await), (1, 1), "of twenty that take it over one wins");
+    let record = world.record("t1", K1).await.unwrap();
+    assert_eq!((record.state, record.epoch), (Remembered::Completed, 2));
 }
 
-/// Commits with the guard, then a layer inside answers something else.
+/// Commits with the guard, then a layer inside answers something else, or it commits once more.
 async fn guarded<S: Sql>(State(app): State<App<S>>, guard: Guard<S>, headers: HeaderMap) -> Response {
-    let mut tx = app.store.tx("insert into effect (text) values ('guarded')").await;
     app.gate.pass().await;
+    let mut tx = app.store.tx("insert into effect (text) values ('guarded')").await;
     if headers.contains_key("test-ends") {
         S::run(&mut tx, "rollback").await.unwrap();
     }
     let response = (StatusCode::CREATED, [("location", "/effects/9")], "committed").into_response();
     match guard.commit_response(tx, response).await {
+        Ok(_) if headers.contains_key("test-again") => {
+            let tx = app.store.tx("insert into effect (text) values ('again')").await;
+            let again = guard.commit_response(tx, StatusCode::CREATED.into_response()).await;
+            assert!(matches!(again, Err(GuardError::Again)), "{again:?}");
+            StatusCode::INTERNAL_SERVER_ERROR.into_response()
+        }
         Ok(_) if headers.contains_key("test-spoils") => StatusCode::REQUEST_TIMEOUT.into_response(),
         Ok(response) => response,
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),
@@ -369,18 +381,14 @@ async fn with_guard<S: Sql>(world: &World<S>, gate: &Gate, route: Route) -> Stri
 async fn o2_a_guard_commits_effect_and_outcome_together_whatever_is_answered<S: Sql>(world: World<S>) {
     let gate = Gate::open();
     let url = with_guard(&world, &gate, edge()).await;
-    for (key, spoils) in [(K1, false), (K2, true)] {
-        let mut request = post(&url, key, "{}");
-        if spoils {
-            request = request.header("test-spoils", "1");
-        }
-        let one = send(request).await;
+    for (key, told) in [(K1, "test-is-good"), (K2, "test-spoils"), ("key-0000000000000003", "test-again")] {
+        let one = send(post(&url, key, "{}").header(told, "1")).await;
         assert_eq!((one.status, one.body.as_slice(), one.is_replayed()), (201, &b"committed"[..], false));
         let two = send(post(&url, key, "{}")).await;
         assert_eq!((two.status, two.body.as_slice(), two.is_replayed()), (201, &b"committed"[..], true));
         assert_eq!(two.header("location"), Some("/effects/9"));
     }
-    assert_eq!((gate.calls(), world.effects().await), (2, 2));
+    assert_eq!((gate.calls(), world.effects().await), (3, 3));
 }
 
 // Shown by: writing the outcome on a connection that is in no transaction any more: it commits by
@@ -420,6 +428,26 @@ async fn o2_a_stale_guarded_claim_is_taken_over_and_the_late_owner_changes_nothi
     assert_eq!(fenced, oncebox::store::Fenced::LostOwnership);
     tx.rollback().await.unwrap();
     assert_eq!(world.effects().await, 1);
+}
+
+// The claim is taken over while its handler runs, before it begins its transaction.
+async fn o2_a_guard_that_lost_its_claim_commits_nothing<S: Sql>(world: World<S>) {
+    let (held, open) = (Gate::closed(), Gate::open());
+    let url = with_guard(&world, &held, edge()).await;
+    let late = tokio::spawn(send(post(&url, K1, "{}")));
+    held.begun().await;
+    let ends = format!("update {}idempotency_request set lease_until = {}", S::PREFIX, long_ago::<S>());
+    world.store.exec(&ends).await;
+    let other = with_guard(&world.another_process(), &open, edge()).await;
+    let one = send(post(&other, K1, "{}")).await;
+    assert_eq!((one.status, one.is_replayed()), (201, false), "{one:?}");
+    held.let_go();
+    late.await.unwrap().is(Code::ResultNotStored);
+    let again = send(post(&url, K1, "{}")).await;
+    assert_eq!((again.status, again.is_replayed(), &again.body), (201, true, &one.body));
+    let record = world.record("t1", K1).await.unwrap();
+    assert_eq!((record.state, record.epoch, record.attempts), (Remembered::Completed, 2, 2));
+    assert_eq!((held.calls(), open.calls(), world.effects().await), (1, 1, 1));
 }
 
 // Shown by: counting the parameters of the path alone, of which a fallback has none: `/b` is

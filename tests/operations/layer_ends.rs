@@ -84,6 +84,8 @@ async fn o12_what_cannot_be_written_is_given_up_after_one_lease_whether_the_hear
         until(&what, || async { send(post(&url, K1, "{}")).await.code() == Code::OutcomeUnknown.as_str() }).await;
         let state = world.record("t1", K1).await.unwrap().state;
         assert_eq!((state, gate.calls()), (State::UnknownRequiresRecovery, 1), "beats: {beats}");
+        let finishes = store.faults.finishes.load(Ordering::SeqCst);
+        assert!(!beats || finishes >= 5, "it is tried until then: {finishes}");
     });
     futures_util::future::join_all(given_up).await;
 }

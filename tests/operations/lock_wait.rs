@@ -13,7 +13,8 @@ const ASK: &str = "select cast(@@session.innodb_lock_wait_timeout as signed)";
 // pool that sets it to nothing (1 after the refused claim, and from then on for good).
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn o17_a_claim_refused_or_not_leaves_the_usual_lock_wait() {
-    let Some(database) = crate::mysql::Db::new("o17_a_claim_leaves_the_usual_lock_wait").await else { return };
+    let test = "o17_a_claim_refused_or_not_leaves_the_usual_lock_wait";
+    let Some(database) = crate::mysql::Db::new(test).await else { return };
     let world = World::on(database.store.clone(), &database.url).await;
     let other = world.with_pool_of(1).await;
     let (endpoint, there) = (world.protect(same_tx()), other.protect(same_tx()));

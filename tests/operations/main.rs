@@ -1,8 +1,8 @@
 //! The operation engine through its doors: on real databases, over HTTP, and as two processes of
 //! the example service.
 //!
-//! Where a name begins with `o..`, `r..`, `m..` or `pitfall_..`, it shows that rule, item of the
-//! mission or pitfall. Every wait is for a condition.
+//! Names begin with `o..`, `r..`, `m..` or `pitfall_..` where they show one: a rule, an item of the
+//! mission or a pitfall. Every wait is for a condition.
 #![cfg(all(feature = "http", feature = "sqlite", feature = "postgres", feature = "mysql", feature = "programs"))]
 #![allow(clippy::unwrap_used)]
 

@@ -1,6 +1,8 @@
 //! What an operator sees of the engine: metrics, gauges, spans (M28, M103 to M105, M113, O12). Each
 //! test hears its own thread.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use axum::Router;
@@ -11,7 +13,7 @@ use oncebox::HandlerError;
 use oncebox::adapter::hex;
 use oncebox::http::idempotency::IdempotencyLayer;
 use oncebox::operation::{
-    Code, EffectTx, Endpoint, EngineOptions, Guard, Mode, Outcome, Reply, Retention, Route, WhileRunning,
+    Code, EffectTx, Endpoint, Engine, EngineOptions, Guard, Mode, Outcome, Reply, Retention, Route, WhileRunning,
 };
 use oncebox::sqlx::query_scalar;
 use oncebox::store::sqlite::SqliteStore;
@@ -19,23 +21,17 @@ use oncebox::store::{Base, Basis, Keys};
 use tracing::Level;
 
 use super::crowd::door;
+use super::faulty::{Faults, Faulty};
 use super::hearing::{Heard, hear};
 use super::kit::*;
 use super::layer::{edge, layered};
+use super::stale::committed_claim;
+use super::transactional::runs;
 
-/// Runs each test on SQLite, PostgreSQL and MariaDB, and gives it what is said and counted on its
-/// own thread.
-macro_rules! heard_on_all {
+/// Runs each test on PostgreSQL and MariaDB, and gives it what is said and counted on its own
+/// thread.
+macro_rules! heard_on_servers {
     ($($name:ident),* $(,)?) => {
-        mod sqlite {
-            $(
-                #[tokio::test]
-                async fn $name() {
-                    let (heard, _hearing) = crate::hearing::hear();
-                    super::$name(crate::kit::sqlite().await, heard).await;
-                }
-            )*
-        }
         mod mariadb {
             $(
                 #[tokio::test]
@@ -63,9 +59,28 @@ macro_rules! heard_on_all {
     };
 }
 
+pub(crate) use heard_on_servers;
+
+/// The same on SQLite too.
+macro_rules! heard_on_all {
+    ($($name:ident),* $(,)?) => {
+        mod sqlite {
+            $(
+                #[tokio::test]
+                async fn $name() {
+                    let (heard, _hearing) = crate::hearing::hear();
+                    super::$name(crate::kit::sqlite().await, heard).await;
+                }
+            )*
+        }
+        crate::observed::heard_on_servers!($($name),*);
+    };
+}
+
 heard_on_all! {
     m28_another_command_under_a_key_is_said_aloud_and_never_gets_the_failure_that_is_kept,
     m104_a_key_that_stays_locked_is_counted,
+    o1_a_transaction_that_its_handler_ended_raises_the_alarm,
 }
 
 const CLAIMS: &str = "oncebox_idempotency_claim_count";
@@ -75,6 +90,9 @@ const CONFLICTS: &str = "oncebox_idempotency_conflict_different_request_count";
 const PRINCIPALS: &str = "oncebox_idempotency_principal_mismatch_count";
 const EXPIRED: &str = "oncebox_idempotency_expired_retry_count";
 const LOST: &str = "oncebox_idempotency_heartbeat_lost_count";
+const IN_PROGRESS: &str = "oncebox_idempotency_in_progress_count";
+const RECOVERY: &str = "oncebox_idempotency_recovery_count";
+const ENDED: &str = "oncebox_idempotency_transaction_ended_count";
 const LOCKED: &str = "oncebox_idempotency_lock_timeout_count";
 const PURGED: &str = "oncebox_idempotency_purged_count";
 const AGE: &str = "oncebox_idempotency_in_progress_age_max";
@@ -229,11 +247,40 @@ async fn m28_another_command_under_a_key_is_said_aloud_and_never_gets_the_failur
 #[tokio::test]
 async fn m104_a_store_that_does_not_answer_is_counted_by_stage() {
     let (heard, _hearing) = hear();
-    let world = sqlite().await;
+    let (world, faults) = (sqlite().await, Arc::new(Faults::default()));
+    let store = Faulty { inner: world.store.clone(), faults: Arc::clone(&faults) };
+    let engine = Engine::new(store, EngineOptions::default());
+    let layer = IdempotencyLayer::new(&engine, Endpoint::raw("put", edge())).unwrap();
+    let url = serve(gated(&Gate::open(), "done").route_layer(layer)).await + "/put";
+    let failed = |stage| heard.metric(STORE_ERRORS, &[("operation", "put"), ("stage", stage)]);
+    for (times, (stage, fault)) in
+        (1..).zip([("find", &faults.find), ("claim", &faults.claim), ("complete", &faults.finish)])
+    {
+        assert_eq!(failed(stage), 0.0, "{stage}");
+        fault.store(true, Ordering::SeqCst);
+        assert_eq!(send(post(&url, &format!("{K1}-{stage}"), "{}")).await.status, 503, "{stage}");
+        fault.store(false, Ordering::SeqCst);
+        assert_eq!((failed(stage), of_put(&heard, STORE_ERRORS)), (1.0, f64::from(times)), "{stage}");
+    }
+}
+
+// A handler that ends its transaction, and a claim that only such a handler can have committed.
+async fn o1_a_transaction_that_its_handler_ended_raises_the_alarm<S: Sql>(world: World<S>, heard: Heard) {
     let endpoint = world.protect(same_tx());
-    world.store.close().await;
-    problem(run(&world, &endpoint, K1, "a", effect(&Gate::open())).await, Code::StoreUnavailable);
-    assert_eq!(heard.metric(STORE_ERRORS, &[("operation", "put"), ("stage", "find")]), 1.0);
+    committed_claim(&world, &endpoint, K1).await;
+    assert_eq!(of_put(&heard, ENDED), 0.0);
+    for _ in 0..2 {
+        world.engine.sweep(100).await.unwrap();
+        assert_eq!(of_put(&heard, ENDED), 1.0, "once");
+    }
+    // On SQLite a handler cannot.
+    if !S::NOTHING_ESCAPES {
+        let calls = Arc::new(AtomicU32::new(0));
+        for code in [Code::TransactionEnded, Code::OutcomeUnknown] {
+            problem(run(&world, &endpoint, K2, "a", runs(&["commit"], &calls, false)).await, code);
+            assert_eq!(of_put(&heard, ENDED), 2.0, "once");
+        }
+    }
 }
 
 // Shown by: counting each run of the handler.
@@ -288,7 +335,7 @@ async fn m104_a_key_that_stays_locked_is_counted<S: Sql>(world: World<S>, heard:
     gate.let_go();
     first(held.await.unwrap());
     replayed(run(&other, &there, K1, "a", effect(&gate)).await);
-    assert_eq!(of_put(&heard, LOCKED), 3.0);
+    assert_eq!((of_put(&heard, LOCKED), of_put(&heard, IN_PROGRESS)), (3.0, 4.0));
 }
 
 // Shown by: sweeping without counting; one count for both.
@@ -384,6 +431,7 @@ async fn m105_m113_each_turn_of_a_key_has_its_span_and_a_mismatch_its_warning() 
     problem(run(&world, &endpoint, K1, "b", effect(&gate)).await, Code::KeyReused);
     first(run(&world, &endpoint, K2, "a", unknown()).await);
     problem(run(&world, &endpoint, K2, "a", effect(&gate)).await, Code::OutcomeUnknown);
+    assert_eq!((of_put(&heard, IN_PROGRESS), of_put(&heard, RECOVERY)), (1.0, 1.0));
     for (name, keys) in [
         ("acquire", vec![K1, K2]),
         ("in_progress", vec![K1]),

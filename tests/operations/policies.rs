@@ -11,8 +11,8 @@ use oncebox::adapter::unreadable;
 use oncebox::error::Invalid;
 use oncebox::http::idempotency::{IdempotencyLayer, TypedOperation};
 use oncebox::operation::{
-    AfterExpiry, Code, EffectTx, Endpoint, Engine, EngineOptions, Keep, KeyFormat, KeyGiven, Mode, Outcome, Registered,
-    Replay, Reply, Requirement, Retention, Route, Scope, State,
+    AfterExpiry, Answered, Code, EffectTx, Endpoint, Engine, EngineOptions, Keep, KeyFormat, KeyGiven, Mode, Outcome,
+    Registered, Replay, Reply, Requirement, Retention, Route, Scope, State,
 };
 use oncebox::store::KeyFilter;
 use oncebox::store::sqlite::SqliteStore;
@@ -27,6 +27,7 @@ on_all! {
     m66_m117_an_answer_outlives_a_change_of_its_schema,
     m63_m68_what_is_not_kept_is_referred_to_rebuilt_or_said_to_be_gone,
     m64_an_exact_replay_is_as_it_was_and_a_rebuilt_one_as_it_is,
+    m64_an_answer_that_cannot_be_built_anew_is_503_and_runs_nothing,
     m17_without_a_key_the_server_makes_one_where_it_is_optional,
     o29_a_tenant_over_its_quota_gets_429_and_nothing_is_stored,
     o11_what_is_unresolved_counts_against_the_quota,
@@ -35,7 +36,8 @@ on_all! {
     m105_a_key_that_cannot_be_read_is_shown_as_such_and_hides_no_other,
 }
 
-fn short(ttl: Duration) -> Route {
+/// A route that forgets its answers, and remembers that they were.
+pub(crate) fn short(ttl: Duration) -> Route {
     Route { retention: Retention { ttl, body: ttl, metadata: Duration::from_secs(86_400) }, ..same_tx() }
 }
 
@@ -102,22 +104,28 @@ async fn m101_one_sweep_deletes_batch_after_batch<S: Sql>(world: World<S>) {
     for key in &keys {
         world.expires(key).await;
     }
-    assert!(world.engine.sweep(2).await.unwrap() >= 5);
+    assert_eq!(world.engine.sweep(2).await.unwrap(), 10, "five bodies, and five keys");
     for key in &keys {
         assert_eq!(world.record("t1", key).await, None);
     }
 }
 
-// Only an outcome sets the end of a lifetime, so what is unknown has none.
+// Only an outcome sets the end of a lifetime, so what is unknown has none, however old it is.
 async fn o3_a_known_outcome_expires_and_an_unknown_one_does_not<S: Sql>(world: World<S>) {
-    let endpoint = world.protect(short(Duration::from_millis(50)));
+    let ttl = Duration::from_millis(50);
+    let endpoint = world.protect(Route { retention: Retention { ttl, body: ttl, metadata: ttl }, ..same_tx() });
     let gate = Gate::open();
     assert_eq!(first(run(&world, &endpoint, K1, "a", unknown()).await).status, 502);
     first(run(&world, &endpoint, K2, "a", effect(&gate)).await);
     world.expires(K2).await;
     problem(run(&world, &endpoint, K1, "a", effect(&gate)).await, Code::OutcomeUnknown);
-    world.engine.sweep(100).await.unwrap();
+    until("the known one is purged", || async {
+        world.engine.sweep(100).await.unwrap();
+        world.record("t1", K2).await.is_none()
+    })
+    .await;
     assert_eq!(world.record("t1", K1).await.unwrap().state, State::UnknownRequiresRecovery);
+    problem(run(&world, &endpoint, K1, "a", effect(&gate)).await, Code::OutcomeUnknown);
     assert_eq!(gate.calls(), 1);
 }
 
@@ -135,7 +143,9 @@ async fn m66_m117_an_answer_outlives_a_change_of_its_schema<S: Sql>(world: World
     });
     let (world, lifted) = world.deployed(lifted);
     assert_eq!(replayed(run(&world, &lifted, K1, "a", effect(&gate)).await).body, b"{\"v\":3}");
-    assert_eq!(gate.calls(), 1);
+    let (world, broken) = world.deployed(today(3).upcast(2, |_| panic!("on purpose")));
+    problem(run(&world, &broken, K1, "a", effect(&gate)).await, Code::StoreUnavailable);
+    assert_eq!((gate.calls(), world.effects().await), (1, 1));
 }
 
 fn keeps<S: Sql>(gate: &Gate, keep: Keep) -> impl Does<S> + use<S> {
@@ -209,6 +219,28 @@ async fn m64_an_exact_replay_is_as_it_was_and_a_rebuilt_one_as_it_is<S: Sql>(wor
     assert_eq!(world.effects().await, 2);
 }
 
+async fn m64_an_answer_that_cannot_be_built_anew_is_503_and_runs_nothing<S: Sql>(world: World<S>) {
+    let gate = Gate::open();
+    first(run(&world, &world.protect(same_tx()), K1, "a", keeps(&gate, Keep::Nothing)).await);
+    for how in ["fails", "panics", "panics before the future", "hangs"] {
+        let rebuilds = move |_| -> BoxFuture<'static, Result<Reply, HandlerError>> {
+            assert_ne!(how, "panics before the future", "on purpose");
+            Box::pin(async move {
+                match how {
+                    "fails" => Err(HandlerError::retryable("no")),
+                    "panics" => panic!("on purpose"),
+                    _ => std::future::pending().await,
+                }
+            })
+        };
+        let timeout = Duration::from_secs(2);
+        let route = Route { replay: Replay::Reconstruct, timeout, ..same_tx() };
+        let (next, endpoint) = world.deployed(Endpoint::typed::<Put>(route).rebuilt_by(rebuilds));
+        problem(run(&next, &endpoint, K1, "a", keeps(&gate, Keep::Nothing)).await, Code::StoreUnavailable);
+    }
+    assert_eq!((gate.calls(), world.effects().await), (1, 1));
+}
+
 async fn m17_without_a_key_the_server_makes_one_where_it_is_optional<S: Sql>(world: World<S>) {
     let endpoint = world.protect(Route { requirement: Requirement::Optional, ..same_tx() });
     let gate = Gate::open();
@@ -219,6 +251,8 @@ async fn m17_without_a_key_the_server_makes_one_where_it_is_optional<S: Sql>(wor
     let two = first(asks(Some(scope("t1", "p1"))).await);
     assert_ne!(one.body, two.body);
     assert_eq!((gate.calls(), world.effects().await), (2, 2));
+    let records = format!("select count(*) from {}idempotency_request", S::PREFIX);
+    assert_eq!(world.store.number(&records).await, 2, "each has a key of its own");
     let (next, required) = world.deployed(Endpoint::typed::<Put>(same_tx()));
     let (scoped, missing) = (Some(scope("t1", "p1")), KeyGiven::Missing);
     let missing = next.engine.execute_transactional(&required, scoped, missing, put("a"), effect(&gate));
@@ -501,4 +535,22 @@ async fn m108_the_openapi_document_says_what_the_endpoint_does() {
     for (name, value) in said.as_object().unwrap() {
         assert_eq!(&document["x-idempotency"][name], value, "{name}");
     }
+}
+
+/// Shown by: loops without a bound (the request never ends, and its thread is never free again).
+#[test]
+fn m4_a_door_that_claims_every_request_refuses_a_route_with_keys_off() {
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let answered = runtime.block_on(async {
+            let world = sqlite().await;
+            let off = Route { requirement: Requirement::Off, ..Route::new(Mode::Edge) };
+            let endpoint = world.protect(off);
+            run(&world, &endpoint, K1, "a", effect(&Gate::open())).await
+        });
+        tell.send(answered).unwrap();
+    });
+    let answered: Answered = told.recv_timeout(SOON).expect("an answer comes");
+    problem(answered, Code::StoreUnavailable);
 }

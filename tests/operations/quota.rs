@@ -5,11 +5,12 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use oncebox::http::idempotency::IdempotencyLayer;
-use oncebox::operation::{Code, Endpoint, Engine, EngineOptions, Retention, Route};
+use oncebox::operation::{Code, Endpoint, Engine, EngineOptions, Route};
 
 use super::faulty::{Faults, Faulty};
 use super::kit::*;
 use super::layer::{edge, layered};
+use super::policies::short;
 
 on_all! {
     m120_a_tenant_with_its_bytes_used_up_runs_nothing_new,
@@ -49,9 +50,7 @@ async fn m120_a_tenant_with_its_bytes_used_up_runs_nothing_new<S: Sql>(world: Wo
 // Shown by: refusing claims of new keys only.
 async fn m120_a_key_whose_time_is_over_runs_anew_only_within_the_quota<S: Sql>(world: World<S>) {
     let gate = Gate::open();
-    let life = Duration::from_millis(50);
-    let short =
-        Route { retention: Retention { ttl: life, body: life, metadata: Duration::from_secs(86_400) }, ..same_tx() };
+    let short = short(Duration::from_millis(50));
     first(run(&world, &world.protect(short.clone()), K1, "a", effect(&gate)).await);
     world.expires(K1).await;
     let next = world.another_process();

@@ -38,12 +38,7 @@ impl Regions {
     async fn records(&self) -> [i64; 2] {
         let mut records = [0; 2];
         for (database, records) in self.databases.iter().zip(&mut records) {
-            let table = if database.starts_with("postgres") {
-                "oncebox.idempotency_request"
-            } else {
-                "oncebox_idempotency_request"
-            };
-            *records = count(database, &format!("select count(*) from {table}")).await;
+            *records = super::service::records(database).await;
         }
         records
     }

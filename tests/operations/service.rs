@@ -10,33 +10,38 @@ use oncebox::sqlx::{self, AssertSqlSafe, Connection};
 use crate::kit::*;
 use crate::support::example;
 
-/// A process of the service, killed when dropped.
+/// A process, killed when dropped: also by a test that fails before the process listens.
+#[derive(Debug)]
+pub(crate) struct Killed(pub(crate) Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A process of the service that listens.
 pub(crate) struct Service {
-    child: Child,
+    child: Killed,
     pub(crate) url: String,
 }
 
-impl Drop for Service {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 impl Service {
-    pub(crate) fn begin(database: &str, flags: &[&str]) -> Child {
-        Self::command(database, flags).spawn().unwrap()
+    pub(crate) fn begin(database: &str, flags: &[&str]) -> Killed {
+        Killed(Self::command(database, flags).spawn().unwrap())
     }
 
     /// With what it says on stderr in a file.
-    pub(crate) fn begin_logged(database: &str, flags: &[&str], log: &Path) -> Child {
-        Self::command(database, flags).stderr(File::create(log).unwrap()).spawn().unwrap()
+    pub(crate) fn begin_logged(database: &str, flags: &[&str], log: &Path) -> Killed {
+        Killed(Self::command(database, flags).stderr(File::create(log).unwrap()).spawn().unwrap())
     }
 
     /// On a machine whose state is in this directory, with what it says on stderr in a file of it.
-    pub(crate) fn begin_on(machine: &Path, database: &str, flags: &[&str]) -> Child {
+    pub(crate) fn begin_on(machine: &Path, database: &str, flags: &[&str]) -> Killed {
         let mut command = Self::command(database, flags);
-        command.env("XDG_STATE_HOME", machine).stderr(File::create(machine.join("log")).unwrap()).spawn().unwrap()
+        command.env("XDG_STATE_HOME", machine).stderr(File::create(machine.join("log")).unwrap());
+        Killed(command.spawn().unwrap())
     }
 
     fn command(database: &str, flags: &[&str]) -> Command {
@@ -46,8 +51,8 @@ impl Service {
         command
     }
 
-    pub(crate) async fn ready(mut child: Child) -> Self {
-        let out = child.stdout.take().unwrap();
+    pub(crate) async fn ready(mut child: Killed) -> Self {
+        let out = child.0.stdout.take().unwrap();
         let said = tokio::task::spawn_blocking(move || {
             let mut line = String::new();
             BufReader::new(out).read_line(&mut line).unwrap();
@@ -62,8 +67,8 @@ impl Service {
 
     /// SIGKILL, and gone.
     pub(crate) fn kill(mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
+        self.child.0.kill().unwrap();
+        self.child.0.wait().unwrap();
     }
 
     pub(crate) async fn post(&self, path: &str, key: &str, body: &str) -> Http {
@@ -108,6 +113,12 @@ pub(crate) async fn count(url: &str, sql: &str) -> i64 {
         let mut connection = sqlx::PgConnection::connect(url).await.unwrap();
         sqlx::query_scalar(sql).fetch_one(&mut connection).await.unwrap()
     }
+}
+
+/// The records of keys.
+pub(crate) async fn records(url: &str) -> i64 {
+    let table = if url.starts_with("postgres") { "oncebox.idempotency_request" } else { "oncebox_idempotency_request" };
+    count(url, &format!("select count(*) from {table}")).await
 }
 
 /// The outbox messages of a kind.

@@ -5,15 +5,14 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use oncebox::StoreError;
-use oncebox::operation::{
-    Answered, Code, Endpoint, Engine, EngineOptions, Mode, Reconciled, Registered, Reply, Route, State,
-};
+use futures_util::future::BoxFuture;
+use oncebox::operation::{Code, Endpoint, Engine, EngineOptions, Mode, Reconciled, Registered, Reply, Route, State};
 use oncebox::store::{ActContext, Basis, KeyChange, RunOutcome};
+use oncebox::{HandlerError, StoreError};
 
 use super::faulty::{Faults, Faulty};
 use super::kit::*;
-use super::layer::edge;
+use super::layer::{edge, layered};
 
 on_all! {
     o11_a_client_that_never_returns_leaves_no_open_record,
@@ -21,6 +20,7 @@ on_all! {
     o11_an_unknown_outcome_is_asked_for_again_without_its_client,
     o11_what_was_left_alone_for_longest_is_asked_for_first,
     o11_a_route_whose_provider_hangs_holds_up_no_other,
+    o11_a_route_that_fails_panics_or_hangs_leaves_the_outcome_unknown,
     o11_a_claim_that_cannot_be_read_hides_no_other,
     o11_a_purge_that_meets_a_lock_leaves_no_claim_open,
     o1_a_committed_claim_without_its_client_becomes_unknown,
@@ -58,14 +58,17 @@ async fn o11_a_client_that_never_returns_leaves_no_open_record<S: Sql>(world: Wo
     left(&world, &endpoint, K2, Mode::Bridged).await;
     let stands = world.store.operation_stats().await.unwrap();
     assert_eq!((stands.in_progress, stands.unknown), (3, 0));
-    assert_eq!(world.store.open_of_tenant("t1").await.unwrap(), 3, "the tenant may begin nothing");
+    assert_eq!(world.store.open_of_tenant("t1").await.unwrap(), 3);
+    let url = layered(&world, Endpoint::raw("other", edge()), &Gate::open()).await + "/put";
+    send(post(&url, K1, "{}")).await.is(Code::QuotaExceeded);
     assert_eq!(world.engine.sweep(100).await.unwrap(), 0, "nothing was forgotten");
     let stands = world.store.operation_stats().await.unwrap();
     assert_eq!((stands.in_progress, stands.unknown), (1, 1));
     assert_eq!(state(&world, K1).await, Some(State::UnknownRequiresRecovery));
     assert_eq!(state(&world, K2).await, None, "nothing of it happened");
     assert_eq!(state(&world, "key-that-lives-0001").await, Some(State::InProgress));
-    assert_eq!(world.store.open_of_tenant("t1").await.unwrap(), 2, "it may go on");
+    assert_eq!(world.store.open_of_tenant("t1").await.unwrap(), 2);
+    assert_eq!(send(post(&url, K1, "{}")).await.status, 201, "the tenant may go on");
     let epoch = world.record("t1", K1).await.map(|record| record.epoch);
     world.engine.sweep(100).await.unwrap();
     assert_eq!(world.record("t1", K1).await.map(|record| record.epoch), epoch, "it is marked once");
@@ -182,6 +185,28 @@ async fn o11_a_route_whose_provider_hangs_holds_up_no_other<S: Sql>(world: World
     sweeps.await.unwrap().unwrap();
 }
 
+async fn o11_a_route_that_fails_panics_or_hangs_leaves_the_outcome_unknown<S: Sql>(world: World<S>) {
+    let lease = Duration::from_secs(2);
+    let route = Route { reconciles: true, lease, timeout: lease / 2, completion_budget: lease / 4, ..edge() };
+    for (number, how) in ["fails", "panics", "panics before the future", "hangs"].into_iter().enumerate() {
+        let asks = move |_| -> BoxFuture<'static, Result<Reconciled, HandlerError>> {
+            assert_ne!(how, "panics before the future", "on purpose");
+            Box::pin(async move {
+                match how {
+                    "fails" => Err(HandlerError::retryable("no")),
+                    "panics" => panic!("on purpose"),
+                    _ => std::future::pending().await,
+                }
+            })
+        };
+        let (next, endpoint) = world.deployed(Endpoint::typed::<Put>(route.clone()).reconciled_by(asks));
+        let key = format!("key-000000000000000{number}");
+        left(&next, &endpoint, &key, Mode::Edge).await;
+        tokio::time::timeout(SOON, next.engine.sweep(10)).await.expect("it is given up").unwrap();
+        assert_eq!(state(&next, &key).await, Some(State::UnknownRequiresRecovery), "{how}");
+    }
+}
+
 // The limit is one claim, and the one that cannot be read is the oldest. Shown by: a page without
 // room for what cannot be read (the other claim stays open).
 async fn o11_a_claim_that_cannot_be_read_hides_no_other<S: Sql>(world: World<S>) {
@@ -206,14 +231,19 @@ async fn o11_a_purge_that_meets_a_lock_leaves_no_claim_open<S: Sql>(world: World
     assert_eq!(state(&world, K1).await, Some(State::UnknownRequiresRecovery));
 }
 
-// Shown by: a sweep that looks at leases alone, which such a claim has not.
-async fn o1_a_committed_claim_without_its_client_becomes_unknown<S: Sql>(world: World<S>) {
-    let endpoint = world.protect(same_tx());
-    left(&world, &endpoint, K1, Mode::Edge).await;
+/// Leaves the claim of a transactional operation that its handler committed, as the only record.
+pub(crate) async fn committed_claim<S: Sql>(world: &World<S>, endpoint: &Registered, key: &str) {
+    left(world, endpoint, key, Mode::Edge).await;
     let table = format!("{}idempotency_request", S::PREFIX);
     let length = if S::NAME == "sqlite" { "lease_ms" } else { "lease_seconds" };
     let set = format!("mode = 'same_tx', owner = null, lease_until = null, {length} = null");
     world.store.exec(&format!("update {table} set {set}")).await;
+}
+
+// Shown by: a sweep that looks at leases alone, which such a claim has not.
+async fn o1_a_committed_claim_without_its_client_becomes_unknown<S: Sql>(world: World<S>) {
+    let endpoint = world.protect(same_tx());
+    committed_claim(&world, &endpoint, K1).await;
     world.engine.sweep(100).await.unwrap();
     let record = world.record("t1", K1).await.unwrap();
     assert_eq!((record.state, record.epoch), (State::UnknownRequiresRecovery, 2));
@@ -252,22 +282,4 @@ async fn o11_an_operator_resolves_a_claim_that_nobody_drives<S: Sql>(world: Worl
     assert_eq!(world.record("t1", K1).await.as_ref(), Some(&seen), "a dry run");
     world.store.act_on_key(&seen, &resolve, &act(false)).await.unwrap();
     assert_eq!(state(&world, K1).await, Some(State::FailedRetryable));
-}
-
-/// Shown by: loops without a bound (the request never ends, and its thread is never free again).
-#[test]
-fn m4_a_door_that_claims_every_request_refuses_a_route_with_keys_off() {
-    let (tell, told) = std::sync::mpsc::channel();
-    std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let answered = runtime.block_on(async {
-            let world = sqlite().await;
-            let off = Route { requirement: oncebox::operation::Requirement::Off, ..edge() };
-            let endpoint = world.protect(off);
-            run(&world, &endpoint, K1, "a", effect(&Gate::open())).await
-        });
-        tell.send(answered).unwrap();
-    });
-    let answered: Answered = told.recv_timeout(SOON).expect("an answer comes");
-    problem(answered, Code::StoreUnavailable);
 }

@@ -23,17 +23,20 @@ impl ProviderProcess {
     pub(crate) fn start() -> Self {
         let data = tempfile::tempdir().unwrap();
         let file = data.path().join("charges.jsonl");
-        let mut child = Command::new(example("payments_provider"))
+        let child = Command::new(example("payments_provider"))
             .args(["--listen", "127.0.0.1:0", "--data", file.to_str().unwrap()])
             .stdout(Stdio::piped())
             .stdin(Stdio::null())
             .spawn()
             .unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let url = format!("http://{}", line.trim().strip_prefix("listening on ").unwrap());
         let client = reqwest::Client::builder().no_proxy().build().unwrap();
-        Self { child, url, client, books: file, _data: data }
+        // Before anything can fail: from here on it is killed when dropped.
+        let mut started = Self { child, url: String::new(), client, books: file, _data: data };
+        let mut line = String::new();
+        BufReader::new(started.child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        let address = line.trim().strip_prefix("listening on ");
+        started.url = format!("http://{}", address.unwrap_or_else(|| panic!("it said {line:?}")));
+        started
     }
 
     pub(crate) async fn fault(&self, name: &str, times: i64, delay_ms: u64) {
