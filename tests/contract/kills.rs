@@ -100,7 +100,7 @@ impl MessageHandler<PostgresStore> for Meets {
     async fn handle(&self, message: &Message, _: &mut HandlerTx<'_, PostgresStore>) -> Result<(), HandlerError> {
         if message.topic == "u" {
             self.entered.store(true, Ordering::Release);
-            let met = tokio::time::timeout(Duration::from_secs(10), self.other.notified()).await;
+            let met = tokio::time::timeout(Duration::from_secs(20), self.other.notified()).await;
             self.has_met.store(met.is_ok(), Ordering::Release);
         } else {
             self.other.notify_one();
