@@ -134,7 +134,7 @@ async fn r25_a_key_that_once_failed_is_drained_in_batches<S: Sql>(world: World<S
 }
 
 /// New messages of the key come all the time, and it is caught up with all the same, without a
-/// pause between two batches. Shown by: not waking what came while a batch ran.
+/// pause between two batches.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn r25_a_key_that_is_drained_while_more_of_it_comes_does_not_wait_for_a_sweep() {
     on_postgres("r25_inflow", |world| async move {
