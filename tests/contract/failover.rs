@@ -13,7 +13,7 @@ use super::support::eventually;
 async fn consume_all<S: Sql>(world: &World<S>) {
     let options = ConsumerOptions { until_idle: Some(Duration::from_millis(100)), ..consumer_options() };
     let done = |_: &str, _: &oncebox::Message| Act::Done;
-    assert_eq!(world.consumer(options, Does(done)).task.await.unwrap(), Some(RunEnd::Idle));
+    assert_eq!(world.consumer(options, Does(done)).ended().await.unwrap(), RunEnd::Idle);
 }
 
 /// What a consumer writes with its effects, in this database.
@@ -113,13 +113,14 @@ async fn a_topic_made_anew_whose_offsets_are_the_ids_is_not_consumed_until_its_e
         ..consumer_options()
     };
     let done = |_: &str, _: &oncebox::Message| Act::Done;
-    let consumed = async |epoch: &str| world.consumer(options(epoch), Does(done)).task.await.unwrap();
+    let consumed = async |epoch: &str| world.consumer(options(epoch), Does(done)).ended().await;
     world.deliver_all(&["a1", "b1", "c1"]);
-    assert_eq!(consumed("1").await, Some(RunEnd::Idle));
+    assert_eq!(consumed("1").await.unwrap(), RunEnd::Idle);
     world.broker.remove(&[Subscription::new("nobody", vec!["t".into()])]).await.unwrap();
     world.deliver_all(&["a2", "b2", "c2", "a3"]);
     for _ in 0..2 {
-        assert_eq!(consumed("1").await, None, "it is refused, by each start");
+        let refused = consumed("1").await.expect_err("by each start").to_string();
+        assert!(refused.contains("id_epoch"), "{refused}");
         assert_eq!(world.effects().await, ["a1", "b1", "c1"]);
     }
     // One that goes on shows it, and is not ready.
@@ -130,11 +131,10 @@ async fn a_topic_made_anew_whose_offsets_are_the_ids_is_not_consumed_until_its_e
         (said && !world.health.is_ready()).then_some(())
     })
     .await;
-    running.stop.cancel();
-    running.task.await.unwrap();
-    assert_eq!(consumed("2").await, Some(RunEnd::Idle));
+    running.end().await;
+    assert_eq!(consumed("2").await.unwrap(), RunEnd::Idle);
     assert_eq!(world.effects().await, ["a1", "b1", "c1", "a2", "b2", "c2", "a3"]);
-    assert_eq!(consumed("2").await, Some(RunEnd::Idle));
+    assert_eq!(consumed("2").await.unwrap(), RunEnd::Idle);
     assert_eq!(world.effects().await.len(), 7, "the second time it goes on where it stood");
 }
 

@@ -108,17 +108,23 @@ sql!(
     "create table effect (no bigint auto_increment primary key, text text not null)"
 );
 
-/// Something that runs until it is told to stop.
+/// A relay or a consumer that runs until it is told to stop.
 #[derive(Debug)]
-pub(crate) struct Running<T> {
+pub(crate) struct Running {
     pub(crate) stop: CancellationToken,
-    pub(crate) task: JoinHandle<T>,
+    pub(crate) task: JoinHandle<Result<RunEnd, RunError>>,
 }
 
-impl<T> Running<T> {
-    pub(crate) async fn end(self) -> T {
+impl Running {
+    /// Tells it to stop: until then it ran, and it stops without an error.
+    pub(crate) async fn end(self) {
         self.stop.cancel();
-        tokio::time::timeout(SOON, self.task).await.expect("it stops in time").unwrap()
+        assert_eq!(self.ended().await.unwrap(), RunEnd::Stopped);
+    }
+
+    /// Waits until it ends, by itself where nobody told it to stop.
+    pub(crate) async fn ended(self) -> Result<RunEnd, RunError> {
+        tokio::time::timeout(SOON, self.task).await.expect("it ends in time").unwrap()
     }
 }
 
@@ -228,6 +234,11 @@ impl<S: Sql> World<S> {
         panic!("effects {names:?}: there are {seen:?}; {:?}; {:?}", self.health.lines(), self.status().await);
     }
 
+    /// The tries that are counted of messages that do not wait.
+    pub(crate) async fn attempts(&self) -> Vec<String> {
+        self.store.texts(&format!("select cast(attempts as char(9)) from {}attempt", S::PREFIX)).await
+    }
+
     pub(crate) async fn dead(&self) -> Vec<DeadMessage> {
         self.store.dead(&DeadFilter::default()).await.unwrap()
     }
@@ -242,32 +253,28 @@ impl<S: Sql> World<S> {
         self.store.act(filter, &act, &context).await.unwrap();
     }
 
-    pub(crate) fn relay(&self, options: RelayOptions) -> Running<Result<RunEnd, RunError>> {
+    pub(crate) fn relay(&self, options: RelayOptions) -> Running {
         self.relay_to(Arc::new(self.broker.clone()), options)
     }
 
     /// To another broker than the one in memory.
-    pub(crate) fn relay_to(&self, broker: Arc<dyn Broker>, options: RelayOptions) -> Running<Result<RunEnd, RunError>> {
+    pub(crate) fn relay_to(&self, broker: Arc<dyn Broker>, options: RelayOptions) -> Running {
         let relay = Relay::new(self.store.clone(), broker, options, self.health.clone());
         let stop = CancellationToken::new();
         let token = stop.clone();
         Running { stop, task: tokio::spawn(async move { relay.run(token).await }) }
     }
 
-    pub(crate) fn consumer(
-        &self,
-        options: ConsumerOptions,
-        handler: impl MessageHandler<S> + 'static,
-    ) -> Running<Option<RunEnd>> {
+    pub(crate) fn consumer(&self, options: ConsumerOptions, handler: impl MessageHandler<S> + 'static) -> Running {
         self.consumer_of(options, Handlers::all(handler))
     }
 
-    pub(crate) fn consumer_of(&self, options: ConsumerOptions, handlers: Handlers<S>) -> Running<Option<RunEnd>> {
+    pub(crate) fn consumer_of(&self, options: ConsumerOptions, handlers: Handlers<S>) -> Running {
         let broker = Arc::new(self.broker.clone());
         let consumer = Consumer::new(self.store.clone(), broker, handlers, options, self.health.clone());
         let stop = CancellationToken::new();
         let token = stop.clone();
-        Running { stop, task: tokio::spawn(async move { consumer.run(token).await.ok() }) }
+        Running { stop, task: tokio::spawn(async move { consumer.run(token).await }) }
     }
 
     /// Another owner of the shard, as soon as nobody has the lease.

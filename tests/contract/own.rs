@@ -160,6 +160,8 @@ async fn a_message_with_a_long_source_and_kind_is_stored_whole() {
             (dead.reason.as_str(), dead.kind.len(), dead.payload.as_slice()),
             ("terminal", 70_000, b"a1".as_slice())
         );
+        let source = format!("select cast(length(source) as char(5)) from {}waiting", S::PREFIX);
+        assert_eq!(world.store.texts(&source).await, ["70000"]);
         consumer.end().await;
     }
     on_postgres("long_source", is_dead_and_whole).await;

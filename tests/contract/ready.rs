@@ -10,12 +10,14 @@ use oncebox::observe::Health;
 use oncebox::store::StoreOptions;
 use oncebox::{ConsumerOptions, Message};
 use oncebox_testkit::memory::MemoryBroker;
+use uuid::Uuid;
 
 use super::kit::{
     Act, Behind, Does, HANGS, SOON, Sql, World, behind_a_proxy, consumer_options, fails, on_mariadb, on_postgres,
     sqlite,
 };
 use super::proxy::Failure;
+use super::standstill::Standstill;
 use super::support::eventually;
 
 async fn until_ready<S: Sql>(world: &World<S>, ready: bool) {
@@ -145,12 +147,13 @@ behind_a_proxy! {
 /// The database of the first member falls silent while it has nothing to do; a second one comes.
 async fn idle_partitions_go<S: Sql>(behind: Behind<S>) {
     let Behind { direct, through, proxy } = behind;
-    let broker = MemoryBroker::with_partitions(8);
+    let broker = MemoryBroker::with_partitions(20);
     let (mut direct, through) = (direct.with_broker(broker.clone()), through.with_broker(broker));
     direct.health = Health::default();
     let first = through.consumer(consumer_options(), Does(|_: &str, _: &Message| Act::Done));
     until_ready(&through, true).await;
     proxy.fails(Failure::Silence);
+    let (still, began) = (Standstill::watch(), Instant::now());
     let met = Arc::new(Mutex::new(BTreeSet::new()));
     let notes = Arc::clone(&met);
     let act = move |_: &str, message: &Message| {
@@ -159,10 +162,16 @@ async fn idle_partitions_go<S: Sql>(behind: Behind<S>) {
     };
     let second = direct.consumer(consumer_options(), Does(act));
     until_ready(&direct, true).await;
-    let names: Vec<String> = ('a'..='z').chain('A'..='Z').chain('0'..='9').map(|key| format!("{key}1")).collect();
-    direct.deliver_all(&names.iter().map(String::as_str).collect::<Vec<_>>());
-    eventually("half of them are the second one's", SOON, || async { (met.lock().unwrap().len() == 4).then_some(()) })
+    for key in 0..200 {
+        let (id, key) = (Uuid::now_v7().to_string(), key.to_string());
+        let headers = [("ce_id", id.as_bytes()), ("ce_type", b"made".as_slice()), ("ce_source", b"test".as_slice())];
+        direct.broker.append("t", Some(key.as_bytes()), &headers, Some(b"a1"));
+    }
+    eventually("half of them are the second one's", SOON, || async { (met.lock().unwrap().len() == 10).then_some(()) })
         .await;
+    let took = began.elapsed();
+    assert!(took < still.allows_below(Duration::from_secs(12), Duration::from_secs(30)), "{took:?}");
+    assert!(!through.says("left to other processes"), "{:?}", through.health.lines());
     proxy.works();
     first.end().await;
     second.end().await;

@@ -25,7 +25,11 @@ async fn queue(world: &World<SqliteStore>, key: &str, subject: &str) -> bool {
 }
 
 async fn send_all(world: &World<SqliteStore>, transport: EmailTransport) {
-    let options = SenderOptions { attempts_max: 5, until_empty: true, ..SenderOptions::new("shop@example.com") };
+    send_within(world, transport, 5).await;
+}
+
+async fn send_within(world: &World<SqliteStore>, transport: EmailTransport, attempts_max: u32) {
+    let options = SenderOptions { attempts_max, until_empty: true, ..SenderOptions::new("shop@example.com") };
     let sender = Sender::new(world.store.clone(), transport, options, world.health.clone()).unwrap();
     tokio::time::timeout(SOON, sender.run(CancellationToken::new())).await.unwrap().unwrap();
 }
@@ -84,6 +88,26 @@ async fn a_4xx_is_tried_again_under_the_same_message_id_and_a_5xx_is_failed() {
     assert!(errors[0].starts_with("refused: "), "{errors:?}");
 }
 
+/// The server has it, and nobody heard that: whoever sends it again says that it is the same one.
+#[tokio::test]
+async fn an_e_mail_whose_answer_was_lost_is_sent_again_under_its_message_id_and_is_never_said_to_be_unsent() {
+    let world = sqlite().await;
+    let (url, taken) = smtp(&[LOST]).await;
+    queue(&world, "receipt_1", "Receipt").await;
+    send_all(&world, EmailTransport::smtp(&url).unwrap()).await;
+    let ids = message_ids(&taken.lock().unwrap());
+    assert_eq!((ids.len(), &ids[0]), (2, &ids[1]));
+    let states = "select state || ' ' || attempts from oncebox_email order by email_id";
+    assert_eq!(world.store.texts(states).await, ["sent 2"]);
+    let (url, taken) = smtp(&[LOST]).await;
+    queue(&world, "receipt_2", "Receipt").await;
+    send_within(&world, EmailTransport::smtp(&url).unwrap(), 1).await;
+    assert_eq!(taken.lock().unwrap().len(), 1);
+    assert_eq!(world.store.texts(states).await, ["sent 2", "failed 1"]);
+    let errors = world.store.texts("select error from oncebox_email where state = 'failed'").await;
+    assert!(errors[0].starts_with("dead, possibly sent once"), "{errors:?}");
+}
+
 /// A server that serves nobody has said nothing about this e-mail. Shown by: taking every 5xx for a
 /// refusal of the e-mail, and counting every try: with two tries in all, each of them fails it.
 #[tokio::test]
@@ -93,10 +117,7 @@ async fn a_server_that_refuses_us_or_hangs_up_before_the_e_mail_fails_none_and_c
         let (url, taken) = smtp_at(place, &codes).await;
         queue(&world, "receipt_1", "Receipt").await;
         queue(&world, "receipt_2", "Receipt").await;
-        let options = SenderOptions { attempts_max: 2, until_empty: true, ..SenderOptions::new("shop@example.com") };
-        let transport = EmailTransport::smtp(&url).unwrap();
-        let sender = Sender::new(world.store.clone(), transport, options, world.health.clone()).unwrap();
-        tokio::time::timeout(SOON, sender.run(CancellationToken::new())).await.unwrap().unwrap();
+        send_within(&world, EmailTransport::smtp(&url).unwrap(), 2).await;
         assert_eq!(taken.lock().unwrap().len(), 2, "{place}");
         let states = "select state || ' ' || attempts from oncebox_email order by email_id";
         assert_eq!(world.store.texts(states).await, ["sent 1", "sent 1"], "{place}");
@@ -105,9 +126,9 @@ async fn a_server_that_refuses_us_or_hangs_up_before_the_e_mail_fails_none_and_c
 
 /// Shown by: a sender that is ready whatever its server does.
 #[tokio::test]
-async fn a_sender_whose_server_is_away_is_not_ready_says_why_and_counts_no_try() {
+async fn a_sender_whose_server_is_away_is_not_ready_says_why_and_counts_no_try_until_it_is_back() {
     let world = sqlite().await;
-    let (url, taken) = smtp_at("the greeting", &[554; 1_000]).await;
+    let (url, taken) = smtp_at("the greeting", &[554; 3]).await;
     queue(&world, "receipt_1", "Receipt").await;
     let transport = EmailTransport::smtp(&url).unwrap();
     let options = SenderOptions::new("shop@example.com");
@@ -124,9 +145,15 @@ async fn a_sender_whose_server_is_away_is_not_ready_says_why_and_counts_no_try()
     })
     .await;
     assert!(taken.lock().unwrap().is_empty());
+    let state = "select state || ' ' || attempts from oncebox_email";
+    assert_eq!(world.store.texts(state).await, ["pending 0"]);
+    eventually("ready again", SOON, || async {
+        (world.health.is_ready() && world.store.texts(state).await == ["sent 1"]).then_some(())
+    })
+    .await;
+    assert_eq!(taken.lock().unwrap().len(), 1);
     stop.cancel();
-    running.await.unwrap().unwrap();
-    assert_eq!(world.store.texts("select state || ' ' || attempts from oncebox_email").await, ["pending 0"]);
+    tokio::time::timeout(SOON, running).await.unwrap().unwrap().unwrap();
 }
 
 /// Shown by: a state that is set only after the first e-mail. Whoever asks whether the sender is

@@ -126,13 +126,14 @@ async fn g6_a_key_keeps_its_order_over_handlers_of_sets_and_of_single_messages()
     for (number, name) in names.iter().enumerate() {
         world.deliver(&Uuid::now_v7().to_string(), ["first", "second", "single"][number / 4 % 3], name);
     }
-    let tries = AtomicU32::new(0);
+    let tries = Arc::new(AtomicU32::new(0));
+    let count = Arc::clone(&tries);
     let handlers = Handlers::new()
         .on_batch("first", DoesAll(|_: &[&str]| Act::Done))
         .on("single", Does(|_: &str, _: &oncebox::Message| Act::Done))
         // And it stays so through a failure.
         .otherwise_batch(DoesAll(move |names: &[&str]| {
-            if names.contains(&"b126") && tries.fetch_add(1, Ordering::Relaxed) < 8 { fails() } else { Act::Done }
+            if names.contains(&"b131") && count.fetch_add(1, Ordering::Relaxed) < 8 { fails() } else { Act::Done }
         }));
     let mut options = consumer_options();
     options.retry.attempts_max = 20;
@@ -144,6 +145,8 @@ async fn g6_a_key_keeps_its_order_over_handlers_of_sets_and_of_single_messages()
         assert_eq!(of_key(&effects, key), of_key(&names, key));
     }
     assert!(world.dead().await.is_empty());
+    let tries = tries.load(Ordering::Relaxed);
+    assert!(tries > 8, "it failed as often as it was told, and was tried once more: {tries}");
     consumer.end().await;
 }
 

@@ -1,7 +1,7 @@
 //! The sql handler with sets: whatever the statements and the values are, the tables and the error
 //! are those of running message by message.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use oncebox::store::mysql::MySqlStore;
 use oncebox::store::postgres::PostgresStore;
@@ -126,12 +126,14 @@ async fn run<S: Sql>(
 async fn as_one_by_one<S: Sql>(world: &World<S>, more: &[&'static str]) {
     let mut runner = TestRunner::deterministic();
     let statements = STATEMENTS.iter().chain(more).copied().collect::<Vec<_>>();
-    let lists = proptest::collection::vec(select(statements), 1..4);
+    let lists = proptest::collection::vec(select(statements.clone()), 1..4);
     let cases = (lists, proptest::collection::vec(values(), 2..14));
-    let (mut failures, mut together) = (0, 0);
+    let (mut failures, mut together, mut drawn) = (0, 0, BTreeSet::new());
+    let all = statements.len();
     for _ in 0..CASES {
         let (texts, mut messages) = cases.new_tree(&mut runner).unwrap().current();
         let mut statements = Vec::new();
+        drawn.extend(texts.iter().copied());
         for text in &texts {
             statements.push(world.store.prepare(text).await.unwrap());
         }
@@ -148,6 +150,7 @@ async fn as_one_by_one<S: Sql>(world: &World<S>, more: &[&'static str]) {
             messages.remove(at);
         }
     }
+    assert_eq!(drawn.len(), all, "each statement is in some list");
     assert!(failures > CASES / 2 && together > CASES * 4, "{failures} failed, {together} ran together");
 }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use oncebox::store::StoreOptions;
 use oncebox::store::postgres::PostgresStore;
-use oncebox::{Consumer, ConsumerOptions, HandlerError, Handlers, Relay, RelayOptions, RetryPolicy, RunEnd};
+use oncebox::{Consumer, ConsumerOptions, HandlerError, Handlers, Relay, RelayOptions, RetryPolicy};
 use oncebox_testkit::memory::MemoryBroker;
 use tokio_util::sync::CancellationToken;
 
@@ -18,10 +18,6 @@ use super::observed::Heard;
 use super::proxy::{Failure, When};
 use super::standstill::Standstill;
 use super::support::eventually;
-
-async fn attempts<S: Sql>(world: &World<S>) -> Vec<String> {
-    world.store.texts(&format!("select cast(attempts as char(9)) from {}attempt", S::PREFIX)).await
-}
 
 /// One more stop than a message has attempts, each in the middle of what the function does.
 async fn stopped_again_and_again<S: Sql>(world: World<S>, act: fn() -> Act) {
@@ -47,15 +43,17 @@ async fn stopped_again_and_again<S: Sql>(world: World<S>, act: fn() -> Act) {
             }),
         );
         eventually("a handler runs", SOON, || async { (entered.load(Ordering::Relaxed) > 0).then_some(()) }).await;
-        assert!(!attempts(&world).await.is_empty(), "round {round}: a try is counted before it runs");
-        assert_eq!(consumer.end().await, Some(RunEnd::Stopped));
-        assert_eq!(attempts(&world).await, Vec::<String>::new(), "round {round}");
+        assert!(!world.attempts().await.is_empty(), "round {round}: a try is counted before it runs");
+        consumer.end().await;
+        assert_eq!(world.attempts().await, Vec::<String>::new(), "round {round}");
+        // All was handed back, so nothing is suspected any more.
+        let state = world.store.texts(&format!("select state from {}assignment", S::PREFIX)).await;
+        assert_eq!(state, ["closed"], "round {round}");
     }
     assert!(world.effects().await.is_empty() && world.dead().await.is_empty());
-    // All was handed back, so the partition was closed, and nothing is suspected any more.
     let again = world.consumer(options, Does(|_: &str, _: &oncebox::Message| Act::Done));
     eventually("all ran", SOON, || async { (world.effects().await.len() == 3).then_some(()) }).await;
-    assert!(attempts(&world).await.is_empty());
+    assert!(world.attempts().await.is_empty());
     again.end().await;
 }
 
@@ -107,7 +105,7 @@ async fn stops_without_a_database<S: Sql>(behind: Behind<S>) {
         proxy.fails(failure);
         direct.deliver_all(&["b2", "c2", "d2"]);
         let (still, began) = (Standstill::watch(), Instant::now());
-        assert_eq!(consumer.end().await, Some(RunEnd::Stopped));
+        consumer.end().await;
         let took = began.elapsed();
         assert!(took < still.allows(Duration::from_secs(6)), "{failure:?}: {took:?}");
         proxy.works();
@@ -139,7 +137,7 @@ async fn stopped_behind_a_commit<S: Sql>(world: World<S>, fails_before: u32) {
     };
     let consumer = world.consumer(options, Does(act));
     world.until_effects(&["a1"]).await;
-    assert_eq!(consumer.end().await, Some(RunEnd::Stopped));
+    consumer.end().await;
     let dead = world.dead().await;
     assert_eq!(dead.iter().map(|dead| dead.reason.as_str()).collect::<Vec<_>>(), ["transaction-ended"]);
 }
@@ -180,10 +178,9 @@ async fn unknown_at_a_stop(world: World<PostgresStore>, shutdown_grace: Duration
     let in_flight = || heard.metric("oncebox_consumer_in_flight", &[("consumer", "ledger")]) as u64;
     eventually("it is in flight", SOON, || async { (in_flight() == 1).then_some(()) }).await;
     proxy.fails(Failure::Silence);
-    assert_eq!(consumer.end().await, Some(RunEnd::Stopped));
+    consumer.end().await;
     assert_eq!(in_flight(), 0);
-    let is_unknown = |text: &String| text.contains("was not known when its task ended");
-    let told = || heard.said().iter().any(|said| said.fields.get("message").is_some_and(is_unknown));
+    let told = || !heard.events("was not known when its task ended").is_empty();
     eventually("it is told", SOON, || async { told().then_some(()) }).await;
     proxy.works();
 }
@@ -201,9 +198,8 @@ async fn r23_a_stop_tells_of_a_message_that_it_could_not_store_as_dead() {
         let options = ConsumerOptions { shutdown_grace: Duration::from_secs(4), ..consumer_options() };
         let consumer = through.consumer(options, Does(act));
         eventually("it is silent", SOON, || async { proxy.has_failed().then_some(()) }).await;
-        assert_eq!(consumer.end().await, Some(RunEnd::Stopped));
-        let is_told = |text: &String| text.contains("nothing else will tell of it");
-        let told = || heard.said().iter().any(|said| said.fields.get("message").is_some_and(is_told));
+        consumer.end().await;
+        let told = || !heard.events("nothing else will tell of it").is_empty();
         eventually("it is told", SOON, || async { told().then_some(()) }).await;
     })
     .await;
@@ -217,7 +213,7 @@ async fn a_commit_that_is_on_its_way_at_the_end_of_the_grace_is_waited_for_and_a
         world
             .run(
                 "create function slows() returns trigger language plpgsql as
-                 $$ begin perform pg_sleep(6); return null; end $$;
+                 $$ begin perform pg_sleep(7); return null; end $$;
                  create constraint trigger slows after insert on effect deferrable initially deferred
                    for each row execute function slows()",
             )
@@ -229,11 +225,12 @@ async fn a_commit_that_is_on_its_way_at_the_end_of_the_grace_is_waited_for_and_a
             count.fetch_add(1, Ordering::Relaxed);
             Act::Done
         };
-        // What runs is dropped after four seconds, and all is over after eight.
-        let options = ConsumerOptions { shutdown_grace: Duration::from_secs(8), ..consumer_options() };
+        // What runs is dropped after six seconds, and all is over after ten and what COMMIT is
+        // given behind that.
+        let options = ConsumerOptions { shutdown_grace: Duration::from_secs(10), ..consumer_options() };
         let consumer = world.consumer(options, Does(act));
         eventually("it runs", SOON, || async { (entered.load(Ordering::Relaxed) > 0).then_some(()) }).await;
-        assert_eq!(consumer.end().await, Some(RunEnd::Stopped));
+        consumer.end().await;
         assert_eq!(world.effects().await, ["a1"]);
         assert_eq!(world.broker.committed("ledger", "t", 0), 1);
     })

@@ -3,6 +3,7 @@
 #![allow(dead_code, clippy::unwrap_used)] // each test binary uses its part
 
 use std::path::Path;
+use std::process::Stdio;
 use std::time::{Duration, Instant, SystemTime};
 
 /// The value of an environment variable that names a service. Where it is missing the test is
@@ -40,15 +41,19 @@ pub(crate) fn free_port() -> u16 {
     (0..1_000).map(|_| fastrand::u16(12_000..30_000)).find(is_free).expect("a free port")
 }
 
-/// Asks again and again until the answer is there; fails with `what` after the deadline. That is
-/// looked at between two questions: one that never ends is not given up.
+/// Asks again and again until the answer is there; fails with `what` after the deadline. A question
+/// that is on its way then gets a minute more.
 pub(crate) async fn eventually<T, F>(what: &str, deadline: Duration, mut ask: impl FnMut() -> F) -> T
 where
     F: Future<Output = Option<T>>,
 {
     let start = Instant::now();
     loop {
-        if let Some(answer) = ask().await {
+        let left = deadline.saturating_sub(start.elapsed()) + Duration::from_secs(60);
+        let Ok(answer) = tokio::time::timeout(left, ask()).await else {
+            panic!("{what}: it was asked, and for {:?} nothing answers", start.elapsed())
+        };
+        if let Some(answer) = answer {
             return answer;
         }
         assert!(start.elapsed() < deadline, "{what}: not within {deadline:?}");
@@ -59,17 +64,45 @@ where
 /// Runs a test of this program in processes of its own, one after the other, until one ends well.
 /// Returns how many died before it, and what it said.
 pub(crate) async fn deaths_of(test: &'static str, variables: Vec<(String, String)>) -> (u32, String) {
+    let variables: Vec<_> = variables.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
     let mut deaths = 0;
     loop {
-        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
-        child.args(["--exact", test, "--nocapture"]).envs(variables.clone());
-        let output = tokio::task::spawn_blocking(move || child.output().unwrap()).await.unwrap();
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        if output.status.success() {
+        let (is_well, said) = in_a_process(test, &variables).await;
+        if is_well {
             return (deaths, said);
         }
         deaths += 1;
         assert!(deaths < 8, "it dies without end: {said}");
+    }
+}
+
+/// Runs a test of this program in a process of its own: whether it ended well, and what it said. It
+/// gets as long as the slowest of them needs several times over.
+pub(crate) async fn in_a_process(test: &'static str, variables: &[(&str, &str)]) -> (bool, String) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test, "--nocapture"]).envs(variables.iter().copied());
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(file.reopen().unwrap());
+    let mut child = Killed(command.spawn().unwrap());
+    let start = Instant::now();
+    let is_well = loop {
+        if let Some(status) = child.0.try_wait().unwrap() {
+            break status.success();
+        }
+        let said = || std::fs::read_to_string(file.path()).unwrap_or_default();
+        assert!(start.elapsed() < Duration::from_secs(240), "{test} does not end in its process: {}", said());
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    };
+    (is_well, String::from_utf8_lossy(&std::fs::read(file.path()).unwrap()).into_owned())
+}
+
+/// A child that does not outlive its test.
+struct Killed(std::process::Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _gone = self.0.kill();
+        let _gone = self.0.wait();
     }
 }
 

@@ -59,13 +59,21 @@ impl Heard {
         let labels: Vec<String> = labels.iter().map(|(label, value)| format!("{label}=\"{value}\"")).collect();
         let text = self.shown.render();
         let lines = text.lines().filter(|line| line.split(['{', ' ']).next() == Some(name));
-        let ours = lines.filter(|line| labels.iter().all(|label| line.contains(label)));
+        let has =
+            |line: &&str, label: &String| ["{", ","].iter().any(|before| line.contains(&format!("{before}{label}")));
+        let ours = lines.filter(|line| labels.iter().all(|label| has(line, label)));
         ours.map(|line| line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap()).sum()
     }
 
     /// All that was said.
     pub(crate) fn said(&self) -> Vec<Said> {
         self.said.lock().unwrap().clone()
+    }
+
+    /// The events with these words, as their fields.
+    pub(crate) fn events(&self, words: &str) -> Vec<BTreeMap<&'static str, String>> {
+        let events = self.said().into_iter().filter(|said| said.is_event).map(|said| said.fields);
+        events.filter(|fields| fields.get("message").is_some_and(|message| message.contains(words))).collect()
     }
 
     /// Spans of this name, as their fields.

@@ -13,7 +13,7 @@ use oncebox::sqlx::{AssertSqlSafe, ConnectOptions, Connection, Executor, Row};
 use oncebox::store::postgres::PostgresStore;
 use oncebox::store::{Base, Schema, StoreOptions};
 
-use super::support::{eventually, free_port, service, unique};
+use super::support::{free_port, service, unique};
 
 /// A database of its own, migrated.
 #[derive(Debug, Clone)]
@@ -75,7 +75,9 @@ where
     };
     if let Ok(mut admin) = PgConnection::connect(server).await {
         let drop_database = format!("drop database if exists {name} with (force)");
-        let _ = admin.execute(AssertSqlSafe(drop_database)).await;
+        if let Err(error) = admin.execute(AssertSqlSafe(drop_database)).await {
+            eprintln!("{name} is left on the server: {error}");
+        }
     }
     if let Err(panic) = outcome {
         std::panic::resume_unwind(panic);
@@ -101,14 +103,18 @@ pub(crate) async fn migrated_database(server: &str) -> String {
 
 async fn copy_of(server: &str, template: &str) -> String {
     let name = unique("oncebox_test").replace('-', "_");
+    let create = format!("create database {name} template {template}");
+    let began = Instant::now();
     // A busy server may ask for a second try.
-    eventually("a database of its own", Duration::from_secs(60), || async {
-        let mut admin = PgConnection::connect(server).await.ok()?;
-        let create = format!("create database {name} template {template}");
-        admin.execute(AssertSqlSafe(create)).await.ok()
-    })
-    .await;
-    name
+    loop {
+        let made = async {
+            PgConnection::connect(server).await?.execute(AssertSqlSafe(create.clone())).await?;
+            Ok::<_, oncebox::sqlx::Error>(())
+        };
+        let Err(error) = made.await else { return name };
+        assert!(began.elapsed() < Duration::from_secs(60), "no database of its own: {error}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }
 
 /// The database that [`migrated_database`] copies, made where it is not there. Its name is that of

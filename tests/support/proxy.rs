@@ -57,7 +57,19 @@ struct Shared {
     /// never works again.
     state: watch::Sender<(Option<Failure>, u32)>,
     armed: Mutex<Option<Armed>>,
+    /// Failures that began since the last one was armed, and requests that were met and whose
+    /// failure has not begun.
+    failed: AtomicU32,
+    met: AtomicU32,
     requests: AtomicU32,
+}
+
+impl Shared {
+    fn arm(&self, armed: Armed) {
+        let mut slot = self.armed.lock().unwrap();
+        self.failed.store(0, Ordering::SeqCst);
+        *slot = Some(armed);
+    }
 }
 
 /// One address in place of a server's.
@@ -104,7 +116,8 @@ impl Proxy {
         url.set_query(query);
         let state = watch::Sender::new((None, 0));
         let requests = AtomicU32::new(0);
-        let shared = Arc::new(Shared { server: address, instead, state, armed: Mutex::new(None), requests });
+        let (armed, failed, met) = (Mutex::new(None), AtomicU32::new(0), AtomicU32::new(0));
+        let shared = Arc::new(Shared { server: address, instead, state, armed, failed, met, requests });
         let serving = Arc::clone(&shared);
         let listener = listen(here);
         tokio::spawn(async move {
@@ -118,14 +131,14 @@ impl Proxy {
     /// later.
     pub(crate) fn fail_after(&self, requests: u32, when: When, failure: Failure) {
         let lasts = Duration::from_millis(150);
-        *self.shared.armed.lock().unwrap() = Some(Armed { requests, text: None, when, failure, lasts, again: 0 });
+        self.shared.arm(Armed { requests, text: None, when, failure, lasts, again: 0 });
     }
 
     /// It fails at a request with the text `at` on a connection that has sent `since`, after so
     /// many others of that kind; other connections go on.
     pub(crate) fn fail_at(&self, since: &'static str, at: &'static str, requests: u32, when: When, failure: Failure) {
         let (text, lasts) = (Some((since, at)), Duration::ZERO);
-        *self.shared.armed.lock().unwrap() = Some(Armed { requests, text, when, failure, lasts, again: 0 });
+        self.shared.arm(Armed { requests, text, when, failure, lasts, again: 0 });
     }
 
     /// It fails so many times in a row at such a request: armed at once, since a retry may come
@@ -139,7 +152,7 @@ impl Proxy {
         failure: Failure,
     ) {
         let (text, lasts) = (Some((since, at)), Duration::ZERO);
-        *self.shared.armed.lock().unwrap() = Some(Armed { requests: 0, text, when, failure, lasts, again: times - 1 });
+        self.shared.arm(Armed { requests: 0, text, when, failure, lasts, again: times - 1 });
     }
 
     /// How many pieces of requests came from clients. A large request comes in several, and several
@@ -148,11 +161,10 @@ impl Proxy {
         self.shared.requests.load(Ordering::Relaxed)
     }
 
-    /// No failure is armed, and none lasts: also where none was armed. With
-    /// [`When::BeforeAnswer`] it is true from the moment at which the request arrives here, before
-    /// the server has worked and before anything fails.
+    /// What was armed has failed as often as it was to, and lasts no more for new connections.
     pub(crate) fn has_failed(&self) -> bool {
-        self.shared.armed.lock().unwrap().is_none() && self.shared.state.borrow().0.is_none()
+        let is_over = self.shared.armed.lock().unwrap().is_none() && self.shared.met.load(Ordering::SeqCst) == 0;
+        is_over && self.shared.failed.load(Ordering::SeqCst) > 0 && self.shared.state.borrow().0.is_none()
     }
 
     /// Fails now, for all connections, until [`Proxy::works`].
@@ -212,6 +224,8 @@ struct Connection {
     to_server: OwnedWriteHalf,
     /// It has sent the text since which an armed failure counts.
     since: bool,
+    /// The end of what it sent before: a text may come in two pieces.
+    tail: Vec<u8>,
 }
 
 impl Connection {
@@ -221,7 +235,7 @@ impl Connection {
         let server = TcpStream::connect(&shared.server).await.ok()?;
         let (from_client, to_client) = client.into_split();
         let (from_server, to_server) = server.into_split();
-        let mut this = Self { shared, from_client, to_client, from_server, to_server, since: false };
+        let mut this = Self { shared, from_client, to_client, from_server, to_server, since: false, tail: Vec::new() };
         if let Some(failure) = failure {
             return this.fail(failure).await;
         }
@@ -242,9 +256,10 @@ impl Connection {
                         None => this.to_server.write_all(bytes).await.ok()?,
                         Some(armed) => {
                             if armed.when == When::BeforeAnswer {
-                                this.to_server.write_all(bytes).await.ok()?;
-                                // Some of an answer is proof enough that the server has worked.
-                                this.from_server.read(&mut answer).await.ok().filter(|read| *read > 0)?;
+                                // Some of an answer is proof enough that the server has worked. A
+                                // server that goes without one has failed as well.
+                                let _gone = this.to_server.write_all(bytes).await;
+                                let _gone = this.from_server.read(&mut answer).await;
                             }
                             return this.fail_armed(&armed).await;
                         }
@@ -268,18 +283,22 @@ impl Connection {
 
     /// The failure that this request was armed with.
     fn take_armed(&mut self, bytes: &[u8]) -> Option<Armed> {
+        let before = std::mem::take(&mut self.tail);
+        // Of each text all but its last byte may have come before.
+        let seen = |text: &str| [&before[before.len().saturating_sub(text.len().saturating_sub(1))..], bytes].concat();
+        self.tail = [before.as_slice(), bytes].concat().split_off((before.len() + bytes.len()).saturating_sub(TAIL));
         let mut slot = self.shared.armed.lock().unwrap();
         let armed = slot.as_mut()?;
         if let Some((since, at)) = armed.text {
-            self.since |= holds(bytes, since);
-            if !(self.since && holds(bytes, at)) {
+            self.since |= holds(&seen(since), since);
+            if !(self.since && holds(&seen(at), at)) {
                 return None;
             }
         }
-        match armed.requests.checked_sub(1) {
+        let met = match armed.requests.checked_sub(1) {
             Some(left) => {
                 armed.requests = left;
-                None
+                return None;
             }
             None => match armed.again.checked_sub(1) {
                 Some(again) => {
@@ -288,7 +307,9 @@ impl Connection {
                 }
                 None => slot.take(),
             },
-        }
+        };
+        self.shared.met.fetch_add(1, Ordering::SeqCst);
+        met
     }
 
     /// This connection alone where the failure lasts no time; else all of them.
@@ -301,6 +322,8 @@ impl Connection {
                 shared.state.send_modify(|(now, _)| *now = None);
             });
         }
+        self.shared.failed.fetch_add(1, Ordering::SeqCst);
+        self.shared.met.fetch_sub(1, Ordering::SeqCst);
         self.fail(armed.failure).await
     }
 
@@ -317,6 +340,9 @@ impl Connection {
         Some(())
     }
 }
+
+/// As long as the longest text that a test waits for.
+const TAIL: usize = 256;
 
 fn holds(bytes: &[u8], text: &str) -> bool {
     text.is_empty() || bytes.windows(text.len()).any(|window| window.eq_ignore_ascii_case(text.as_bytes()))

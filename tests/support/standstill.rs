@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 /// got no time, and how long some task of the machine waited for a core or for the disk.
 pub(crate) struct Standstill {
     ended: Arc<AtomicBool>,
-    watching: JoinHandle<Duration>,
+    watching: Option<JoinHandle<Duration>>,
     pressure: Duration,
 }
 
@@ -20,7 +20,7 @@ impl Standstill {
     pub(crate) fn watch() -> Self {
         let ended = Arc::new(AtomicBool::new(false));
         let seen = Arc::clone(&ended);
-        let watching = std::thread::spawn(move || {
+        let watching = Some(std::thread::spawn(move || {
             let (pause, mut longest) = (Duration::from_millis(1), Duration::ZERO);
             while !seen.load(Ordering::SeqCst) {
                 let began = Instant::now();
@@ -28,7 +28,7 @@ impl Standstill {
                 longest = longest.max(began.elapsed().saturating_sub(pause));
             }
             longest
-        });
+        }));
         Self { ended, watching, pressure: pressure() }
     }
 
@@ -36,9 +36,29 @@ impl Standstill {
     /// the bound. On a busy machine that is all of it: a test sees only what takes more than five
     /// times its bound.
     pub(crate) fn allows(self, bound: Duration) -> Duration {
+        let (longest, pressure) = self.took();
+        bound + longest.max(pressure.min(4 * bound))
+    }
+
+    /// The same where it is known how long the failure takes: never more than halfway from the
+    /// bound to that, however busy the machine is.
+    #[allow(dead_code, reason = "each test binary uses its part")]
+    pub(crate) fn allows_below(self, bound: Duration, failure: Duration) -> Duration {
+        let (longest, pressure) = self.took();
+        bound + longest.max(pressure).min(failure.saturating_sub(bound) / 2)
+    }
+
+    /// The longest stretch, and what others waited for.
+    fn took(mut self) -> (Duration, Duration) {
         self.ended.store(true, Ordering::SeqCst);
-        let pressure = pressure().saturating_sub(self.pressure);
-        bound + self.watching.join().unwrap().max(pressure.min(4 * bound))
+        let longest = self.watching.take().map_or(Duration::ZERO, |watching| watching.join().unwrap());
+        (longest, pressure().saturating_sub(self.pressure))
+    }
+}
+
+impl Drop for Standstill {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::SeqCst);
     }
 }
 

@@ -16,9 +16,21 @@ use super::world::{Stats, World};
 const DRAIN_ROUNDS: usize = 2_000;
 
 pub(crate) struct History {
+    seed: u64,
     world: World,
     processes: Vec<Process>,
     phase: Phase,
+}
+
+/// Told where a history ends in a panic.
+struct Seed(u64);
+
+impl Drop for Seed {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("it is the history of seed {}", self.0);
+        }
+    }
 }
 
 /// Who acts how often for a while. A weight of 0 is a pause: a slow statement, a stopped process, a
@@ -61,10 +73,11 @@ impl History {
     fn new(seed: u64, focus: Option<Mutant>, mutant: Option<Mutant>, traced: bool) -> Self {
         let world = World::new(seed, focus, mutant, traced);
         let processes = (0..world.settings.processes).map(|_| Process::default()).collect();
-        Self { world, processes, phase: Phase::default() }
+        Self { seed, world, processes, phase: Phase::default() }
     }
 
     fn run(mut self) -> Result<Stats, Violation> {
+        let _told = Seed(self.seed);
         self.play()?;
         let stats = &mut self.world.stats;
         stats.messages = self.world.pg.messages.len() as u64;

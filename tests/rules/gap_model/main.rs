@@ -9,7 +9,7 @@
 //! are fenced out and take over; connections whose messages land or vanish long after they were
 //! given up; rows that are dead and held, and find back; shards that split and join. Each is a pure
 //! function of its seed. One that breaks the contract prints its seed and its events. One in which
-//! the cursor differs from the reference prints the difference only.
+//! the cursor differs from the reference prints the difference and its seed.
 //!
 //! A rule is only tested if its absence shows. So every mutant, a reasonable version with one rule
 //! taken out, must break the contract in the way that its rule prevents. The reference stands for
@@ -111,6 +111,7 @@ broken! {
     fn r2_a_read_that_forgets_what_is_missing_before_its_first_row_loses_messages: NothingBeforeTheFirst,
     fn r2_closing_gaps_beyond_a_limit_that_was_reached_loses_messages: LimitIgnored,
     fn r2_a_fence_taken_before_the_read_loses_messages: FenceBeforeRead,
+    fn r2_a_checkpoint_that_fences_nothing_closes_no_gap_ever: NoFence,
     fn r2_persisting_the_gaps_that_memory_has_at_the_mark_loses_messages: PersistMemoryAtMark,
     fn r2_persisting_the_gaps_that_memory_has_at_the_checkpoint_loses_messages: PersistMemoryAtCheckpoint,
     fn r2_marking_a_proven_batch_that_is_not_the_oldest_loses_messages: MarkAnyProven,

@@ -19,6 +19,8 @@ pub(crate) enum Mutant {
     LimitIgnored,
     /// R2.5: a checkpoint fences what a read found after it began.
     FenceBeforeRead,
+    /// R2.5: a checkpoint fences nothing.
+    NoFence,
     /// R2.7: the mark persists the gaps that memory has now, without the gap rows of the window.
     PersistMemoryAtMark,
     /// R2.5: the checkpoint persists the gaps that memory has now.
@@ -57,6 +59,7 @@ impl Mutant {
         match self {
             Self::RecheckSeldom | Self::RecheckApart | Self::SkipAndGoOn | Self::DivertByTableOnly => Kind::OutOfOrder,
             Self::SendBeforeCheckpoint | Self::CheckpointBeforeRead => Kind::Phantom,
+            Self::NoFence => Kind::Stuck,
             _ => Kind::Lost,
         }
     }

@@ -181,6 +181,9 @@ impl Reference {
         let fences = if self.is(Mutant::FenceBeforeRead) { self.reads } else { began_after };
         let releases = if self.is(Mutant::CheckpointBeforeRead) { self.reads } else { began_after };
         self.checkpointed = self.checkpointed.max(releases);
+        if self.is(Mutant::NoFence) {
+            return;
+        }
         for gap in self.open.values_mut().filter(|gap| gap.fence.is_none() && gap.found <= fences) {
             gap.fence = Some((xid, now));
         }

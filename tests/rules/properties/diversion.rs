@@ -1,8 +1,9 @@
 //! Who is held, against a list of rows that is looked through anew for every question (R17).
 //!
-//! A released row is answered at once: no row is ever on its way back (`goes`, `stays`).
+//! Rows that are read, and held ones that go back, are handed to the broker one by one, and it
+//! answers later: meanwhile others are read, refused and released.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::outbox::rules::diversion::{Diversion, Diverted, DivertedRow};
 use proptest::prelude::*;
@@ -19,8 +20,12 @@ enum Step {
     Redrive(Index, bool),
     /// An operator has a dead row forgotten.
     Discard(Index),
-    /// The relay publishes so many of those that are on their way back.
-    Release(usize),
+    /// So many of the held rows go back.
+    Go(usize),
+    /// The relay hands over so many of those that it has.
+    Send(usize),
+    /// The broker answers for so many.
+    Answer(usize),
     /// A session ends: everything in memory is forgotten, and loaded again.
     Restart,
 }
@@ -34,7 +39,9 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0_usize..2, any::<bool>()).prop_map(|(topic, blocked)| Step::Block(topic, blocked)),
         2 => (any::<Index>(), any::<bool>()).prop_map(|(pick, mended)| Step::Redrive(pick, mended)),
         1 => any::<Index>().prop_map(Step::Discard),
-        3 => (1_usize..5).prop_map(Step::Release),
+        3 => (1_usize..5).prop_map(Step::Go),
+        6 => (1_usize..5).prop_map(Step::Send),
+        6 => (1_usize..5).prop_map(Step::Answer),
         1 => Just(Step::Restart),
     ]
 }
@@ -48,6 +55,9 @@ struct Shard {
     for_destination: BTreeSet<i64>,
     bad: BTreeSet<i64>,
     blocked: BTreeSet<String>,
+    /// What the relay has and has not handed over, and what the broker has not answered for.
+    unsent: VecDeque<DivertedRow>,
+    flight: VecDeque<DivertedRow>,
     published: Vec<DivertedRow>,
     discarded: usize,
     position: i64,
@@ -58,12 +68,17 @@ impl Shard {
         self.table.values().filter(move |row| key.is_some() && row.topic == topic && row.key.as_deref() == key)
     }
 
-    /// The rule, as it is written.
+    /// The rule, as it is written: what is on its way back holds nobody, for the broker gets it
+    /// first.
     fn expected(&self, topic: &str, key: Option<&str>) -> Option<Diverted> {
-        let of_topic = self.table.values().any(|row| row.topic == topic && row.why == Diverted::Destination);
-        if self.of_key(topic, key).any(|row| row.why != Diverted::Destination) {
+        let back: BTreeSet<i64> = self.unsent.iter().chain(&self.flight).map(|row| row.position).collect();
+        let stays = |row: &&DivertedRow| !back.contains(&row.position);
+        let mut of_topic = self.table.values().filter(stays).filter(|row| row.topic == topic);
+        let is_blocked = of_topic.any(|row| row.why == Diverted::Destination);
+        let stands = self.of_key(topic, key).any(|row| stays(&row));
+        if stands && self.of_key(topic, key).any(|row| row.why != Diverted::Destination) {
             Some(Diverted::BehindDead)
-        } else if of_topic || self.of_key(topic, key).next().is_some() {
+        } else if is_blocked || stands {
             Some(Diverted::Destination)
         } else {
             None
@@ -106,14 +121,51 @@ impl Shard {
         }
         self.diversion = Diversion::load(self.table.values().rev().cloned());
         self.stand_behind();
+        // What was read and is not in the table is read again.
+        let again = self.unsent.drain(..).chain(self.flight.drain(..));
+        let mut again: Vec<_> = again.filter(|row| !self.table.contains_key(&row.position)).collect();
+        again.sort_by_key(|row| row.position);
+        self.unsent.extend(again);
     }
 
-    /// The broker takes a row, or refuses it: it stays, or comes, into the table.
-    fn send(&mut self, row: DivertedRow) {
-        if self.blocked.contains(&row.topic) {
-            self.divert(DivertedRow { why: Diverted::Destination, ..row });
-        } else if self.bad.contains(&row.position) {
-            self.divert(DivertedRow { why: Diverted::Dead, ..row });
+    /// Hands over the next row, if it may go by now.
+    fn hand_over(&mut self) {
+        let Some(row) = self.unsent.pop_front() else { return };
+        if self.table.contains_key(&row.position) {
+            // One that was refused in between holds those behind it, and so does its topic.
+            if self.diversion.is_free(row.position) && !self.blocked.contains(&row.topic) {
+                self.flight.push_back(row);
+            } else {
+                self.diversion.stays(row.position);
+            }
+            return;
+        }
+        let (topic, key) = (row.topic.as_str(), row.key.as_deref());
+        let way = self.diversion.decide(topic, key);
+        assert_eq!(way, self.expected(topic, key), "{topic} {key:?}: {:?} in flight {:?}", self.table, self.flight);
+        match way {
+            None => self.flight.push_back(row),
+            Some(why) => self.divert(DivertedRow { why, ..row }),
+        }
+    }
+
+    /// The broker takes the first row, or refuses it: it stays, or comes, into the table. Where a
+    /// later one of its key is with the broker, the session ends.
+    fn answer(&mut self) {
+        let Some(row) = self.flight.pop_front() else { return };
+        let refused = if self.blocked.contains(&row.topic) {
+            Some(Diverted::Destination)
+        } else {
+            self.bad.contains(&row.position).then_some(Diverted::Dead)
+        };
+        if let Some(why) = refused {
+            let of_key = |later: &DivertedRow| row.key.is_some() && later.topic == row.topic && later.key == row.key;
+            let ends = self.flight.iter().any(of_key);
+            self.diversion.stays(row.position);
+            self.divert(DivertedRow { why, ..row });
+            if ends {
+                self.restart();
+            }
         } else {
             let older = self.of_key(&row.topic, row.key.as_deref()).find(|other| other.position < row.position);
             assert_eq!(older, None, "{row:?} overtakes a row of its key");
@@ -137,18 +189,13 @@ impl Shard {
                 if *bad {
                     self.bad.insert(self.position);
                 }
-                let way = self.diversion.decide(topic, key);
-                assert_eq!(way, self.expected(topic, key), "{topic} {key:?}: {:?}", self.table);
-                let row = |why| DivertedRow {
+                self.unsent.push_back(DivertedRow {
                     position: self.position,
                     topic: topic.to_owned(),
                     key: key.map(str::to_owned),
-                    why,
-                };
-                match way {
-                    None => self.send(row(Diverted::Dead)),
-                    Some(why) => self.divert(row(why)),
-                }
+                    // Until it is known.
+                    why: Diverted::Dead,
+                });
             }
             Step::Block(topic, true) => drop(self.blocked.insert(TOPICS[*topic].to_owned())),
             Step::Block(topic, false) => drop(self.blocked.remove(TOPICS[*topic])),
@@ -164,21 +211,34 @@ impl Shard {
                 self.discarded += 1;
                 self.leave(row.position);
             }
-            Step::Release(count) => self.release(*count),
+            Step::Go(count) => self.go(*count),
+            Step::Send(count) => (0..*count).for_each(|_| self.hand_over()),
+            Step::Answer(count) => (0..*count).for_each(|_| self.answer()),
             Step::Restart => self.restart(),
         }
         assert_eq!(self.diversion.len(), self.table.len());
         assert!(self.diversion.rows().eq(self.table.values()), "rows by position, each once");
     }
 
-    fn release(&mut self, count: usize) {
+    /// Only where nothing is left to hand over: what was read is before it otherwise.
+    fn go(&mut self, count: usize) {
+        if !self.unsent.is_empty() {
+            return;
+        }
         let is_open = |topic: &str| !self.blocked.contains(topic);
-        let back: Vec<_> = self.diversion.releasable(is_open).take(count).cloned().collect();
+        let stays = |row: &&DivertedRow| !self.diversion.is_on_way(row.position);
+        let back: Vec<_> = self.diversion.releasable(is_open).filter(stays).take(count).cloned().collect();
         for row in back {
-            // Asked again before each: one that was refused in between holds those behind it.
-            if self.diversion.is_free(row.position) {
-                self.send(row);
-            }
+            assert!(self.diversion.goes(row.position));
+            self.unsent.push_back(row);
+        }
+    }
+
+    /// All that the relay has goes to the broker, and is answered for.
+    fn settle(&mut self) {
+        while !(self.unsent.is_empty() && self.flight.is_empty()) {
+            self.hand_over();
+            self.answer();
         }
     }
 }
@@ -188,7 +248,8 @@ proptest! {
 
     /// Shown by: a key that was free again with its first row that left; one whose held rows did
     /// not count without a dead one; a topic that stayed blocked after its last row had left; rows
-    /// that came back from behind a dead one.
+    /// that came back from behind a dead one; a row on its way back that held those behind it, and
+    /// one that no longer did after it was refused.
     #[test]
     fn r17_a_key_is_diverted_exactly_while_a_row_of_it_stands_and_is_never_overtaken(
         steps in prop::collection::vec(step(), 0..150),
@@ -200,13 +261,15 @@ proptest! {
         // Once everything is mended and open, all of it finds its way, in order, and nothing is
         // left behind.
         shard.blocked.clear();
+        shard.settle();
         // Each round finds at least one more of those that the broker refuses.
         for _ in 0..=shard.table.len() {
             while let Some(row) = shard.table.values().find(|row| row.why == Diverted::Dead).cloned() {
                 shard.bad.remove(&row.position);
                 shard.divert(DivertedRow { why: Diverted::BehindDead, ..row });
             }
-            shard.release(usize::MAX);
+            shard.go(usize::MAX);
+            shard.settle();
         }
         prop_assert!(shard.diversion.is_empty(), "{:?}", shard.table);
         let all = usize::try_from(shard.position).unwrap();
