@@ -267,20 +267,27 @@ async fn a_directory_that_is_missing_is_named_with_what_to_do() {
     assert!(why.contains("no` of the broker file does not exist; make it"), "{why}");
 }
 
+// Shown by: changing the journal mode at the connection, before the file is known to be ours.
 #[tokio::test]
 async fn files_of_others_and_of_newer_versions_are_refused_and_left_as_they_are() {
     let embedded = Embedded::new();
     let text = embedded.directory.path().join("notes.txt");
     std::fs::write(&text, "no database at all, but long enough to have a header of a hundred bytes or so; ".repeat(9))
         .unwrap();
-    let why = refused(EmbeddedBroker::open(EmbeddedConfig::new(&text)).await);
+    let refuses = async |path: &Path| {
+        let before = std::fs::read(path).unwrap();
+        let why = refused(EmbeddedBroker::open(EmbeddedConfig::new(path)).await);
+        assert!(std::fs::read(path).unwrap() == before, "{} was changed", path.display());
+        why
+    };
+    let why = refuses(&text).await;
     assert!(why.contains("no SQLite file"), "{why}");
-    assert!(std::fs::read_to_string(&text).unwrap().starts_with("no database"));
 
+    // In the journal mode that SQLite has by itself, which stands in the header.
     let other = embedded.directory.path().join("app.db");
     let mut connection = SqliteConnectOptions::new().filename(&other).create_if_missing(true).connect().await.unwrap();
     sqlx::raw_sql("create table payment (id integer primary key)").execute(&mut connection).await.unwrap();
-    let why = refused(EmbeddedBroker::open(EmbeddedConfig::new(&other)).await);
+    let why = refuses(&other).await;
     assert!(why.contains("something else"), "{why}");
     assert_eq!(number(&mut connection, "select count(*) from sqlite_schema").await, 1);
 
@@ -288,7 +295,7 @@ async fn files_of_others_and_of_newer_versions_are_refused_and_left_as_they_are(
     let mut connection = outside(&embedded.file()).await;
     sqlx::raw_sql("pragma user_version = 7").execute(&mut connection).await.unwrap();
     connection.close().await.unwrap();
-    let why = refused(EmbeddedBroker::open(EmbeddedConfig::new(embedded.file())).await);
+    let why = refuses(&embedded.file()).await;
     assert!(why.contains("version 7") && why.contains("update the program"), "{why}");
 }
 
@@ -343,6 +350,16 @@ async fn first_assignment(broker: &EmbeddedBroker) -> (Box<dyn Subscriber>, Dura
 
 #[tokio::test]
 async fn a_silent_member_keeps_its_partitions_until_its_lease_ends_and_meanwhile_others_are_caught_up() {
+    for _ in 0..3 {
+        if a_silent_member_keeps_its_partitions().await {
+            return;
+        }
+    }
+    eprintln!("NOT SHOWN: on this slow machine the lease was over before anybody could ask");
+}
+
+/// Whether the other member could ask in time.
+async fn a_silent_member_keeps_its_partitions() -> bool {
     let embedded = Embedded::new();
     let broker = open(EmbeddedConfig::new(embedded.file())).await;
     broker.subscriber(&subscription()).await.unwrap().close().await;
@@ -365,6 +382,7 @@ async fn a_silent_member_keeps_its_partitions_until_its_lease_ends_and_meanwhile
     assert!(meanwhile || is_late, "it was not caught up before its partitions came");
     assert!(begun.elapsed() >= Duration::from_millis(2_400), "taken after {:?}", begun.elapsed());
     subscriber.close().await;
+    meanwhile
 }
 
 // Shown by taking `expires_at > ?2 + session_ms` out of `stand`: nothing is assigned for an hour.
@@ -382,7 +400,9 @@ async fn r22_a_lease_that_ends_later_than_now_and_its_length_counts_as_over() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn g9_a_member_that_others_buried_loses_everything_and_joins_anew() {
     let embedded = Embedded::new();
-    let broker = open(EmbeddedConfig::new(embedded.file())).await;
+    // Settled at the first look at the file: that is before the look for the member.
+    let config = EmbeddedConfig { acknowledge_interval: Duration::ZERO, ..EmbeddedConfig::new(embedded.file()) };
+    let broker = open(config).await;
     publish_some(&broker, 100).await;
     let (mut subscriber, _, _) = first_assignment(&broker).await;
     let deliveries = match next(subscriber.as_mut()).await {
@@ -451,7 +471,7 @@ async fn what_was_read_ahead_is_not_committed_before_it_is_acknowledged() {
     publish_some(&broker, 1_000).await;
     let mut subscriber = broker.subscriber(&subscription()).await.unwrap();
     let source = loop {
-        if let Event::Deliveries(deliveries) = subscriber.next().await.unwrap() {
+        if let Event::Deliveries(deliveries) = next(subscriber.as_mut()).await {
             break deliveries[0].source.clone();
         }
     };
@@ -479,7 +499,7 @@ async fn a_source_that_is_not_given_up_in_time_is_taken_away_after_the_drain() {
     let broker = open(EmbeddedConfig::new(embedded.file())).await;
     let mut slow = Subscription { drain: Duration::from_millis(300), ..subscription() };
     let mut first = broker.subscriber(&slow).await.unwrap();
-    assert!(matches!(first.next().await.unwrap(), Event::Assigned(_)));
+    assert!(matches!(next(first.as_mut()).await, Event::Assigned(_)));
     slow.drain = PATIENCE;
     let begun = Instant::now();
     let mut second = broker.subscriber(&slow).await.unwrap();
@@ -615,6 +635,28 @@ async fn check_looks_at_the_file_and_says_how_far_a_group_is_behind() {
     subscriber.close().await;
 }
 
+#[tokio::test]
+async fn check_says_that_a_file_is_damaged() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig::new(embedded.file())).await;
+    publish_some(&broker, 3_000).await;
+    let mut other = outside(&embedded.file()).await;
+    sqlx::raw_sql("pragma wal_checkpoint(truncate)").execute(&mut other).await.unwrap();
+    let page = number(&mut other, "pragma page_size").await;
+    let pages = number(&mut other, "pragma page_count").await;
+    other.close().await.unwrap();
+    let file = std::fs::File::options().write(true).open(embedded.file()).unwrap();
+    // Of the last pages, all of which hold rows.
+    let (page, from) = (usize::try_from(page).unwrap(), u64::try_from((pages - 9) * page).unwrap());
+    std::os::unix::fs::FileExt::write_all_at(&file, &vec![0xff; 8 * page], from).unwrap();
+    drop(file);
+    let findings = broker.check(&[]).await.unwrap();
+    let found = findings.iter().find(|finding| finding.name == "file").unwrap();
+    assert!(found.severity == Severity::Refused && found.remedy.is_some(), "{found:?}");
+    let read = broker.read_all("t").await.unwrap_err();
+    assert!(matches!(&read, BrokerError::Refused(why) if why.contains("is damaged")), "{read:?}");
+}
+
 /// Shown by: looking once (a group with members is never stuck then).
 #[tokio::test]
 async fn check_says_that_a_group_with_members_stands_still() {
@@ -687,6 +729,35 @@ async fn a_publisher_that_waits_for_the_file_says_so_ends_in_time_and_then_write
     next.close().await;
     let late = |arrived: &oncebox::message::Arrived| arrived.payload.as_deref() == Some(b"late".as_slice());
     assert_eq!(broker.read_all("t").await.unwrap().iter().filter(|arrived| late(arrived)).count(), 1);
+}
+
+/// The turn of another process: the file itself is free then (R14). Shown by: a transaction that
+/// begins without a turn.
+#[tokio::test]
+async fn r14_rows_wait_for_a_turn_although_the_file_is_free() {
+    let embedded = Embedded::new();
+    let broker = open(EmbeddedConfig::new(embedded.file())).await;
+    let mut publisher = broker.publisher().await.unwrap();
+    publish(publisher.as_mut(), messages(1)).await;
+    let turn = std::fs::File::open(embedded.directory.path().join("broker.db.lock")).unwrap();
+    turn.lock().unwrap();
+    publisher.send(vec![(0, message(Some("k"), b"1"))]).await.unwrap();
+    let blocked = async {
+        while publisher.blocked().is_none() {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, blocked).await.expect("it says that it waits");
+    let mut other = outside(&embedded.file()).await;
+    sqlx::raw_sql("begin immediate; rollback").execute(&mut other).await.unwrap();
+    assert_eq!(number(&mut other, "select count(*) from record").await, 1);
+    turn.unlock().unwrap();
+    let mut settled = Vec::new();
+    while settled.is_empty() {
+        tokio::time::timeout(PATIENCE, publisher.settle(&mut settled)).await.unwrap().unwrap();
+    }
+    assert!(settled[0].outcome.is_ok(), "{settled:?}");
+    publisher.close().await;
 }
 
 /// Shown by: waiting for room that only a write makes (it waited for as long as the file was held).

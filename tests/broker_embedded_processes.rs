@@ -209,10 +209,15 @@ async fn consume(broker: &EmbeddedBroker, directory: &Path) {
     let mut subscriber = broker.subscriber(&subscription()).await.unwrap();
     let mut count = 0;
     loop {
-        let Ok(event) = subscriber.next().await else {
+        let event = match subscriber.next().await {
+            Ok(event) => event,
             // On a slow machine its lease may be over.
-            subscriber = broker.subscriber(&subscription()).await.unwrap();
-            continue;
+            Err(error @ (BrokerError::Session(_) | BrokerError::Unavailable(_))) => {
+                eprintln!("its session ended: {error}");
+                subscriber = broker.subscriber(&subscription()).await.unwrap();
+                continue;
+            }
+            Err(error) => panic!("{error}"),
         };
         match event {
             Event::Deliveries(deliveries) => {
@@ -297,6 +302,8 @@ async fn processes_that_are_killed_lose_nothing_and_keep_the_order_of_every_key(
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path();
     let mut consumers: Vec<Other> = (0..3).map(|_| Other::start(path, &["consume"])).collect();
+    // Each has a share before there are rows.
+    consumers.iter().for_each(|consumer| drop(consumer.says("assigned ")));
     let mut steady = Other::start(path, &["publish", "a", "0", &ROWS.to_string()]);
     let mut proven = 0;
     for kill_after in [500, 1_500, 3_500] {
@@ -313,6 +320,7 @@ async fn processes_that_are_killed_lose_nothing_and_keep_the_order_of_every_key(
         proven = publisher.said_last("proven ").unwrap_or(proven).max(proven);
         assert!(proven < ROWS, "it was killed in the middle");
         let mut consumer = consumers.remove(0);
+        consumer.says("handled ");
         consumer.kill();
         consumers.push(Other::start(path, &["consume"]));
     }

@@ -117,7 +117,7 @@ pub struct Pending {
     /// resumes gives the same bytes again.
     pub body: Option<Vec<u8>>,
     digest: [u8; 32],
-    /// When it was journalled, just before the first send.
+    /// When it was sent first, as far as the client knew when it was journalled.
     pub first_sent_at: SystemTime,
 }
 

@@ -1,9 +1,9 @@
 //! From one process to the next: nothing is handed back out of order (R29), and acknowledgements
 //! arrive.
 //!
-//! Without the guard (`shut_down` and `cut` taken out of the three Drops and of `close`) all four
-//! `r29` tests fail in their first round: the standby gets 30, 31, 32 .. first, and what was held
-//! comes after.
+//! Without the guard (`shut_down` and `cut` taken out of the three Drops and of `close`) the `r29`
+//! tests fail in their first round: the standby gets 30, 31, 32 .. first, and what was held comes
+//! after.
 
 use std::collections::BTreeSet;
 
@@ -11,6 +11,8 @@ use futures_util::FutureExt;
 use oncebox::broker::{Broker, Delivery, Event, Subscriber};
 
 use crate::fixture::{Corner, SOON, message, numbered, numbers, publish, receive};
+use crate::reach::authority;
+use crate::support::service;
 
 const ROUNDS: usize = 6;
 /// What the active consumer holds, and what stands in the queue in all: the rest is what overtakes
@@ -43,8 +45,12 @@ async fn takes_over_in_order(standby: &mut dyn Subscriber) {
 /// The active consumer goes, and the standby takes over.
 async fn hands_back_in_order(test: &str, goes: impl AsyncFn(Box<dyn Subscriber>)) {
     let Some(corner) = Corner::of(test).await else { return };
+    hands_back_in_order_in(&corner, goes).await;
+}
+
+async fn hands_back_in_order_in(corner: &Corner, goes: impl AsyncFn(Box<dyn Subscriber>)) {
     for _ in 0..ROUNDS {
-        let (active, mut standby, _) = active_and_standby(&corner).await;
+        let (active, mut standby, _) = active_and_standby(corner).await;
         goes(active).await;
         takes_over_in_order(&mut *standby).await;
         standby.close().await;
@@ -55,6 +61,18 @@ async fn hands_back_in_order(test: &str, goes: impl AsyncFn(Box<dyn Subscriber>)
 #[tokio::test]
 async fn r29_a_dropped_subscriber_hands_back_in_order() {
     hands_back_in_order("r29_a_dropped_subscriber", async |active| drop(active)).await;
+}
+
+// What is cut is the socket below TLS.
+#[tokio::test]
+async fn r29_over_tls_a_dropped_subscriber_hands_back_in_order() {
+    let test = "r29_over_tls_a_dropped_subscriber";
+    let (Some(url), Some(mut corner)) = (service(test, "ONCEBOX_TEST_RABBITMQ_TLS"), Corner::of(test).await) else {
+        return;
+    };
+    corner.config.url = url;
+    corner.config.ca_file = authority("ONCEBOX_TEST_CA");
+    hands_back_in_order_in(&corner, async |active| drop(active)).await;
 }
 
 #[tokio::test]

@@ -146,6 +146,12 @@ impl Private {
             let _ = Command::new("kill").args(["-9", pid.trim()]).status();
         }
         if let Some(mut child) = self.server.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            // Where it never came up there is no such file, and the shell waits for ever.
+            let children = format!("/proc/{0}/task/{0}/children", child.id());
+            for pid in std::fs::read_to_string(children).unwrap_or_default().split_whitespace() {
+                let _ = Command::new("kill").args(["-9", pid]).status();
+            }
+            let _ = child.kill();
             let _ = child.wait();
         }
     }

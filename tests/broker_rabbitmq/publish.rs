@@ -219,7 +219,7 @@ async fn rows_sent_before_the_refusal_was_heard_are_refused_too() {
     assert!(outcomes.starts_with(&[(0, false)]), "{outcomes:?}");
     let mut rest = settled;
     while rest.len() < 2 {
-        publisher.settle(&mut rest).await.unwrap();
+        tokio::time::timeout(SOON, publisher.settle(&mut rest)).await.expect("outcomes").unwrap();
     }
     assert!(rest.iter().all(|one| matches!(one.outcome, Err(Refusal::Destination(_)))), "{rest:?}");
     assert_eq!(corner.take(&queue).await, None);

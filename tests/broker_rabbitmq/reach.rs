@@ -93,7 +93,7 @@ fn address(url: &str) -> String {
     rest.split('/').next().unwrap().replace("localhost", "127.0.0.1")
 }
 
-fn authority(name: &str) -> Option<PathBuf> {
+pub(crate) fn authority(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).map(PathBuf::from)
 }
 
@@ -173,12 +173,7 @@ async fn messages_go_over_tls_both_ways() {
     let mut subscriber = corner.broker().subscriber(&corner.subscription()).await.unwrap();
     publish(&corner.broker(), numbered(&corner.topic, 1, 1_000)).await;
     assert_eq!(numbers(&receive(&mut *subscriber, 1_000).await), (0..1_000).collect::<Vec<_>>());
-    // What was not acknowledged comes again in order. All of it was delivered, so nothing could
-    // overtake it: that the socket below TLS is cut is not seen here.
-    drop(subscriber);
-    let mut next = corner.broker().subscriber(&corner.subscription()).await.unwrap();
-    assert_eq!(numbers(&receive(&mut *next, 1_000).await), (0..1_000).collect::<Vec<_>>());
-    next.close().await;
+    subscriber.close().await;
     corner.finish().await;
 }
 
@@ -244,12 +239,12 @@ async fn a_connection_that_ends_is_told_and_work_goes_on_over_a_new_one() {
 }
 
 #[tokio::test]
-async fn a_server_that_falls_silent_is_found_out_by_its_heartbeat_and_by_the_quiet_check() {
+async fn a_server_that_falls_silent_is_found_out_by_its_heartbeat() {
     let Some((mut corner, proxy)) = behind_a_proxy("a_server_that_falls_silent").await else { return };
     corner.config.heartbeat = Duration::from_secs(2);
     corner.config.connect_deadline = Duration::from_secs(20);
     corner.config.close_deadline = Duration::from_millis(300);
-    corner.config.quiet_check = Duration::from_secs(2);
+    corner.config.quiet_check = Duration::from_secs(600);
     let broker = corner.broker();
     let mut subscriber = broker.subscriber(&corner.subscription()).await.unwrap();
     let mut publisher = broker.publisher().await.unwrap();

@@ -161,6 +161,7 @@ async fn g3_a_topic_that_gets_a_route_with_thousands_of_held_messages_delays_no_
     assert!(beside >= 1, "none went beside them");
     let sent = log(&corner, &late).await;
     assert!(in_order(&sent) && sent.len() == 2_000, "{} of 2000", sent.len());
+    assert_eq!(distinct(&sent), (0..2_000).collect());
     // Dead and redriven, they come once more.
     relay.end().await;
     outbox.enqueue(rows(&late, 2_000..4_000)).await;
@@ -171,6 +172,7 @@ async fn g3_a_topic_that_gets_a_route_with_thousands_of_held_messages_delays_no_
     assert!(beside >= 1, "none went beside them");
     let sent = log(&corner, &late).await;
     assert!(in_order(&sent) && sent.len() == 2_000, "{} of 2000", sent.len());
+    assert_eq!(distinct(&sent), (2_000..4_000).collect());
     relay.end().await;
     corner.clean(&[&queue, &late]).await;
 }

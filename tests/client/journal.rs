@@ -2,12 +2,13 @@
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::process::Command;
+use std::time::{Duration, SystemTime};
 
 use oncebox::client::{Bodies, Cause, Client, ClientError, ClientOptions, JournalError, KeyJournal, Request};
 use reqwest::header::HeaderMap;
 
+use super::process::Process;
 use super::server::{Server, Step, client, quick, say};
 use super::support::eventually;
 
@@ -43,22 +44,21 @@ async fn the_process_that_is_killed() {
 async fn o27_after_kill_9_the_next_process_goes_on_with_the_same_key_and_bytes() {
     let directory = tempfile::tempdir().unwrap();
     let server = Server::start([Step::Hang]).await;
-    let mut child = Command::new(std::env::current_exe().unwrap())
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
         .args(["--exact", "journal::the_process_that_is_killed", "--nocapture", "--test-threads=1"])
         .env(DIRECTORY, directory.path())
-        .env(ORIGIN, &server.origin)
-        .stdout(Stdio::null())
-        .spawn()
-        .unwrap();
-    eventually("the operation has come", Duration::from_secs(60), || async {
-        (!server.came().is_empty()).then_some(())
-    })
-    .await;
+        .env(ORIGIN, &server.origin);
+    let mut child = Process::start(command, log.path());
+    while server.came().is_empty() {
+        child.check();
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     // While it lives, nobody else has the journal.
     let locked = KeyJournal::open(directory.path(), kept());
     assert!(matches!(locked, Err(JournalError::Locked(_))), "{locked:?}");
-    child.kill().unwrap(); // SIGKILL
-    child.wait().unwrap();
+    child.kill();
 
     let journal = KeyJournal::open(directory.path(), kept()).unwrap();
     let pending = journal.pending().await.unwrap();
@@ -89,13 +89,14 @@ async fn o27_after_kill_9_the_next_process_goes_on_with_the_same_key_and_bytes()
 async fn o27_the_journal_is_written_before_the_first_send_and_for_the_owner_alone() {
     let directory = tempfile::tempdir().unwrap();
     let journal = KeyJournal::open(directory.path().join("keys"), Bodies::Digest).unwrap();
-    let server = Server::start([Step::Hang]).await;
+    let server = Server::start([Step::List(directory.path().join("keys"))]).await;
     let (sending, request) = (client().with_journal(journal.clone()), server.request());
     let (key, body) = (request.key().clone(), serde_json::json!({"accountId": "acc-7", "amountMinor": 100}));
     let task = tokio::spawn(async move { sending.send(&request).await });
     eventually("it was sent", Duration::from_secs(60), || async { (!server.came().is_empty()).then_some(()) }).await;
     let found = entries(&directory.path().join("keys"));
     assert_eq!(found.len(), 1);
+    assert!(server.listed().contains(&found[0]), "it was not there when the request had come");
     assert_eq!(found[0].metadata().unwrap().permissions().mode() & 0o777, 0o600);
     assert_eq!(directory.path().join("keys").metadata().unwrap().permissions().mode() & 0o777, 0o700);
     task.abort();
@@ -191,6 +192,28 @@ async fn o27_a_pending_key_that_the_server_may_have_forgotten_is_not_sent() {
         assert!(matches!(error, ClientError::OutcomeUnknown { cause: Cause::KeyForgotten { .. }, .. }), "{error}");
     }
     assert_eq!(server.came().len(), 1);
+}
+
+// The server may forget a key this long after the first send, whoever has written that down.
+#[tokio::test]
+async fn o27_an_entry_is_as_old_as_the_first_send_that_is_known_of() {
+    let directory = tempfile::tempdir().unwrap();
+    let journal = |name: &str| KeyJournal::open(directory.path().join(name), kept()).unwrap();
+    let (first, second) = (journal("first"), journal("second"));
+    // Sent before, by a client that keeps no journal, which gave up after a second.
+    let server = Server::start((0..1_000).map(|_| Step::DropBefore)).await;
+    let brief = || Client::new(ClientOptions { total: Duration::from_secs(1), ..quick() }).unwrap();
+    let request = server.request();
+    let error = brief().send(&request).await.unwrap_err();
+    assert!(matches!(error, ClientError::OutcomeUnknown { .. }), "{error}");
+    let now = SystemTime::now();
+    brief().with_journal(first.clone()).send(&request).await.unwrap_err();
+    let pending = first.pending().await.unwrap().remove(0);
+    let age = now.duration_since(pending.first_sent_at).expect("it was sent before");
+    assert!(age > Duration::from_millis(500), "{age:?}");
+    // Gone on with by a client that keeps another journal.
+    brief().with_journal(second.clone()).resume(&pending, None, &HeaderMap::new()).await.unwrap_err();
+    assert_eq!(second.pending().await.unwrap()[0].first_sent_at, pending.first_sent_at);
 }
 
 // Shown by: passing over what cannot be read.

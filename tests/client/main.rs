@@ -5,6 +5,8 @@
 mod journal;
 mod middleware;
 mod outcome;
+#[path = "../support/process.rs"]
+mod process;
 mod server;
 #[path = "../support/mod.rs"]
 mod support;

@@ -23,8 +23,17 @@ async fn m110_the_middleware_sends_again_under_one_key_and_gives_it() {
     let given = "order-7-0123456789abcdef";
     http.post(&url).header("idempotency-key", given).body("{}").send().await.unwrap();
     assert_eq!(server.effects()[1], given);
+    let has_key = || server.came().last().unwrap().headers.contains_key("idempotency-key");
     http.get(&url).send().await.unwrap();
-    assert!(!server.came().last().unwrap().headers.contains_key("idempotency-key"));
+    assert!(!has_key());
+    http.put(&url).body("{}").send().await.unwrap();
+    assert!(!has_key(), "a PUT is repeatable by itself");
+    http.patch(&url).body("{}").send().await.unwrap();
+    assert!(has_key(), "a PATCH is not");
+    let before = server.came().len();
+    server.next([Step::DropAfter]);
+    let kept = http.put(&url).header("idempotency-key", given).body("{}").send().await.unwrap();
+    assert_eq!((kept.extensions().get::<Key>().unwrap().as_str(), server.came().len() - before), (given, 2));
 }
 
 // A 302 turned the POST into a GET, which is answered with 200: nothing was done. Shown by: not

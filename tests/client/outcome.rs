@@ -248,6 +248,11 @@ async fn o26_an_accepted_operation_is_asked_for_on_its_origin_without_the_key() 
     assert_eq!(client().send(&server.request()).await.unwrap().status, 201);
     let lines: Vec<_> = server.came().iter().map(|came| came.line.clone()).collect();
     assert_eq!(lines, ["POST /payments HTTP/1.1", "GET /operations/7 HTTP/1.1", "POST /payments HTTP/1.1"]);
+    // Where that is refused, the first one was accepted all the same.
+    let steps = [say(202, &[("location", "/operations/7")], ""), say(200, &[], gone), say(401, &[], "")];
+    let server = Server::start(steps).await;
+    let cause = unknown(client().send(&server.request()).await.unwrap_err());
+    assert!(matches!(cause, Cause::Answer { status: 401, .. }), "{cause}");
 }
 
 #[tokio::test]

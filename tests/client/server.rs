@@ -1,6 +1,7 @@
 //! A server on a real socket that keeps keys as it should, and answers what it is told to.
 
 use std::collections::{HashMap, VecDeque};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -24,6 +25,9 @@ pub(crate) enum Step {
     Hang,
     /// This is answered, and nothing happens.
     Say(String),
+    /// The names in this directory are noted at the moment at which the request has come, and
+    /// nothing is answered.
+    List(PathBuf),
     /// Nothing happens, and 403 is answered after a notice.
     Hold(Arc<Notify>),
 }
@@ -41,6 +45,7 @@ struct Book {
     steps: VecDeque<Step>,
     came: Vec<Came>,
     effects: Vec<String>,
+    listed: Vec<PathBuf>,
 }
 
 /// The server; it ends with the test.
@@ -103,7 +108,10 @@ impl Server {
             let mut book = self.book.lock().unwrap();
             book.came.push(Came { line: line.trim_end().to_owned(), headers, body });
             let step = book.steps.pop_front().unwrap_or(Step::Serve);
-            if !matches!(step, Step::DropBefore | Step::Say(_) | Step::Hold(_)) {
+            if let Step::List(directory) = &step {
+                book.listed.extend(std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path()));
+            }
+            if !matches!(step, Step::DropBefore | Step::Say(_) | Step::Hold(_) | Step::List(_)) {
                 let key = key.clone().unwrap_or_default();
                 if !book.effects.contains(&key) {
                     book.effects.push(key);
@@ -115,7 +123,7 @@ impl Server {
             answer(201, &[("location", "/payments/7")], &format!(r#"{{"key":"{}"}}"#, key.unwrap_or_default()));
         match step {
             Step::DropBefore | Step::DropAfter => return None,
-            Step::Hang => std::future::pending().await,
+            Step::Hang | Step::List(_) => std::future::pending().await,
             Step::Cut => stream.write_all(&served.as_bytes()[..served.len() - 5]).await.ok()?,
             Step::Hold(notice) => {
                 notice.notified().await;
@@ -135,6 +143,11 @@ impl Server {
     /// The keys under which something happened.
     pub(crate) fn effects(&self) -> Vec<String> {
         self.book.lock().unwrap().effects.clone()
+    }
+
+    /// What stood in the directory of a [`Step::List`] when its request had come.
+    pub(crate) fn listed(&self) -> Vec<PathBuf> {
+        self.book.lock().unwrap().listed.clone()
     }
 
     /// Says what the next requests meet.

@@ -24,7 +24,7 @@ pub(crate) async fn smtp(codes: &[u16]) -> (String, Arc<Mutex<Vec<String>>>) {
 }
 
 /// The same, where the codes are for this command: `the end` of an e-mail, `the greeting`, `MAIL`,
-/// `RCPT`, `DATA`.
+/// `AUTH`, `RCPT`, `DATA`. It takes every user, and with codes for `AUTH` nobody else's e-mails.
 pub(crate) async fn smtp_at(place: &'static str, codes: &[u16]) -> (String, Arc<Mutex<Vec<String>>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("smtp://{}", listener.local_addr().unwrap());
@@ -55,6 +55,7 @@ async fn talk(
         return None;
     }
     socket.write_all(format!("{greeting} test\r\n").as_bytes()).await.ok()?;
+    let mut is_known = place != "AUTH";
     loop {
         let mut line = String::new();
         if socket.read_line(&mut line).await.ok()? == 0 {
@@ -69,6 +70,7 @@ async fn talk(
             // A refusal by policy.
             _ if code == 554 => "554 5.7.1 not now\r\n".to_owned(),
             _ if code >= 400 => format!("{code} not now\r\n"),
+            "MAIL" if !is_known => "530 5.7.0 who are you\r\n".to_owned(),
             "DATA" => {
                 socket.write_all(b"354 go on\r\n").await.ok()?;
                 let mut email = String::new();
@@ -94,6 +96,11 @@ async fn talk(
                 format!("{code} so be it\r\n")
             }
             "QUIT" => "221 bye\r\n".to_owned(),
+            "EHLO" => "250-test\r\n250 AUTH PLAIN\r\n".to_owned(),
+            "AUTH" => {
+                is_known = true;
+                "235 welcome\r\n".to_owned()
+            }
             _ => "250 ok\r\n".to_owned(),
         };
         socket.write_all(answer.as_bytes()).await.ok()?;

@@ -45,7 +45,7 @@ async fn o17_r27_a_deadlock_is_noted_though_the_handler_hides_it<S: Rows>(store:
     deadlock(&store, false, true).await;
 }
 
-// Shown by: running again for ever.
+// Shown by: running again for ever; counting an attempt.
 async fn r27_what_nobody_failed_runs_again_in_the_drive_but_not_for_ever<S: Rows>(store: S) {
     let plan = Plan { local: true, ..Plan::new(KEY) };
     plan.trouble.local_busy.store(3, Ordering::SeqCst);
@@ -54,6 +54,14 @@ async fn r27_what_nobody_failed_runs_again_in_the_drive_but_not_for_ever<S: Rows
     plan.trouble.local_busy.store(100, Ordering::SeqCst);
     assert_eq!(code(&service.ask(TWO, 700, BUDGET).await), Some(Code::RecoveryPending));
     assert_eq!(plan.trouble.local_busy.load(Ordering::SeqCst), 94);
+    // Due, as a worker takes it up: that counts nothing either.
+    store.write(&format!("update {} set due_at = {}", S::table("operation"), S::year(2020))).await;
+    assert_eq!(code(&service.ask(TWO, 700, BUDGET).await), Some(Code::RecoveryPending));
+    assert_eq!(plan.trouble.local_busy.load(Ordering::SeqCst), 88);
+    for id in store.operation_ids().await {
+        let operation = store.operation(id).await.unwrap().unwrap();
+        assert_eq!((operation.attempts, operation.parked), (0, None));
+    }
     plan.trouble.local_busy.store(0, Ordering::SeqCst);
     let (reply, _) = service.ask_until_known(TWO, 700).await;
     assert_eq!((reply.status, store.number("select count(*) from step").await), (201, 2));

@@ -15,7 +15,8 @@ use oncebox::{HandlerError, NewMessage, async_trait};
 
 use crate::flow::{Charge, KEY, Plan, code};
 use crate::scripted::{Scripted, declined, done};
-use crate::world::Rows;
+use crate::support::eventually;
+use crate::world::{Rows, SOON};
 
 /// Stock is reserved, the card is charged, and a reservation without a charge is released.
 #[derive(Clone)]
@@ -71,8 +72,12 @@ impl<S: Rows> SettledPhase<S, Charge> for Charged {
 #[async_trait]
 impl<S: Rows> SettledPhase<S, Charge> for Released {
     async fn run(&self, phase: &mut Phase<'_, S>, _: &Charge, settled: &Settlements) -> Result<Settled, HandlerError> {
-        let Some(Settlement::Undone(proof)) = settled.of("release") else {
-            return Err(HandlerError::terminal("the reservation stands, and nothing can be done about it"));
+        let proof = match settled.of("release") {
+            Some(Settlement::Undone(proof)) => proof,
+            Some(Settlement::NotUndone) => {
+                return Err(HandlerError::terminal("the reservation stands, and nothing can be done about it"));
+            }
+            other => panic!("{other:?}"),
         };
         phase.enqueue(NewMessage::text("orders", "order.failed", "{}")).await?;
         Ok(Settled::Failure { proof: proof.clone(), reply: Reply::new(402), code: Some("DECLINED".to_owned()) })
@@ -100,7 +105,12 @@ async fn ordered<S: Rows>(store: &S, told: &Scripted, careful: bool) -> (Answere
         (Scope::new("t1", "p1").unwrap(), Key::parse(b"key-0000000000000001", KeyFormat::Opaque).unwrap());
     let budget = Duration::from_secs(20);
     let command = Charge { amount: 700 };
-    let answered = phased.execute_phased(&endpoint, Some(scope), KeyGiven::Given(key), command, None, budget).await;
+    let answered = eventually("an answer that the database gave", SOON, || async {
+        let (scope, key, command) = (Some(scope.clone()), KeyGiven::Given(key.clone()), command.clone());
+        let answered = phased.execute_phased(&endpoint, scope, key, command, None, budget).await;
+        (code(&answered) != Some(Code::StoreUnavailable)).then_some(answered)
+    })
+    .await;
     let ids = store.operation_ids().await;
     (answered, store.operation(ids[0]).await.unwrap().unwrap())
 }
@@ -134,6 +144,8 @@ async fn o13_what_cannot_be_undone_goes_to_a_person<S: Rows>(store: S) {
     let told = Scripted::default().answers(done()).answers(declined()).answers(declined());
     let (_, operation) = ordered(&store, &told, true).await;
     assert_eq!((operation.stage, operation.parked.as_deref()), (Stage::Unknown, Some("phase-failed")));
+    let messages = format!("select count(*) from {}", S::table("outbox"));
+    assert_eq!((told.arrived().len(), store.number(&messages).await), (3, 0), "the release was sent once, and refused");
 }
 
 crate::on_all! {

@@ -101,14 +101,43 @@ async fn without_its_mark_parks<S: Rows>(direct: S, (through, proxy): (S, Proxy)
     assert_eq!(told.arrived().len(), 0);
 }
 
+/// The same, and the database is away until the lease is over: its driver still leaves it to an
+/// operator, and never gives it back.
+async fn without_its_mark_parks_after_its_lease<S: Rows>(direct: S, (through, proxy): (S, Proxy)) {
+    let mut plan = Plan { local: true, ..Plan::new(KEY).short_lease() };
+    plan.trouble.commits_by = Some(COMMITS_BESIDE);
+    plan.trouble.local_commits.store(u32::MAX, Ordering::SeqCst);
+    let told = Scripted::default().answers(done());
+    let service = Service::start(&through, &plan, told.clone()).await;
+    // So many tries fail that the pause before the next one leaves time for the cut.
+    proxy.fail_times_at(8, "", "set state = coalesce", When::BeforeRequest, Failure::Cut);
+    assert_eq!(code(&service.ask(ONE, 700, Duration::from_millis(1)).await), Some(Code::RecoveryPending));
+    eventually("it could not be parked", SOON, || async { proxy.has_failed().then_some(()) }).await;
+    proxy.fails(Failure::Cut);
+    let operation = direct.operation(direct.operation_ids().await[0]).await.unwrap().unwrap();
+    assert_eq!((operation.stage, operation.parked), (Stage::Local, None), "it is away before that");
+    let now = if S::NAME == "postgres" { "now()" } else { "utc_timestamp(6)" };
+    let over = format!("select count(*) from {} where lease_until < {now}", S::table("operation"));
+    eventually("the lease is over", SOON, || async { (direct.number(&over).await == 1).then_some(()) }).await;
+    // Longer than the longest pause between two tries: one of them has seen the end of the lease.
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    proxy.works();
+    assert_eq!(service.is_parked().await, "phase-ended-its-transaction");
+    for _ in 0..2 {
+        assert_eq!(code(&service.ask(ONE, 700, BUDGET).await), Some(Code::OutcomeUnknown));
+    }
+    assert_eq!(direct.number("select count(*) from step").await, 1, "it ran once");
+    assert_eq!(told.arrived().len(), 0);
+}
+
 /// It committed nothing, or what should have committed it never arrived: it runs again, and nobody
-/// is asked.
+/// is asked. Where its driver committed it, and only the answer was lost, the operation goes on.
 async fn runs_again<S: Rows>(direct: S, (through, proxy): (S, Proxy), commits: u32, since: &'static str, at: At) {
     let plan = Plan { local: true, ..Plan::new(KEY) };
     plan.trouble.local_commits.store(commits, Ordering::SeqCst);
     let told = Scripted::default().answers(done());
     let service = Service::start(&through, &plan, told.clone()).await;
-    at.arm(&proxy, since, "");
+    at.arm(&proxy, since, "commit");
     let (reply, _) = service.ask_until_known(ONE, 700).await;
     assert!(proxy.has_failed(), "it was cut");
     assert_eq!((reply.status, told.arrived().len()), (201, 1));
@@ -161,6 +190,8 @@ mod without_its_mark {
 
     behind_a_network! {
         o1_a_phase_that_ended_its_transaction_is_parked_although_that_fails_once: without_its_mark_parks;
+        o1_a_phase_that_ended_its_transaction_is_parked_although_the_lease_is_over_before:
+            without_its_mark_parks_after_its_lease;
     }
 }
 
@@ -178,6 +209,10 @@ behind_a_network! {
         |direct, behind| runs_again(direct, behind, 1, LOCAL, At::Request(1));
     o9_a_phase_behind_an_effect_that_was_cut_off_runs_again:
         |direct, behind| runs_again(direct, behind, 0, SETTLED, At::Request(1));
+    o9_a_phase_whose_driver_committed_and_lost_the_answer_goes_on:
+        |direct, behind| runs_again(direct, behind, 0, LOCAL, At::Answer);
+    o9_a_phase_behind_an_effect_whose_driver_committed_and_lost_the_answer_goes_on:
+        |direct, behind| runs_again(direct, behind, 0, SETTLED, At::Answer);
 }
 
 /// A provider is called, and the database is away when the time of the request is over.
@@ -185,9 +220,10 @@ async fn is_pending_while_the_database_is_away<S: Rows>(direct: S, (through, pro
     let (told, held) = Scripted::default().timeout(SOON).held(done());
     let service = Arc::new(Service::start(&through, &Plan::new(KEY).long_lease(), told.clone()).await);
     let asking = Arc::clone(&service);
-    let asked = tokio::spawn(async move { asking.ask_once(ONE, 700, Duration::from_secs(3)).await });
+    let asked = tokio::spawn(async move { asking.ask_once(ONE, 700, Duration::from_secs(10)).await });
     held.reached().await;
     proxy.fails(Failure::Cut);
+    assert!(!asked.is_finished(), "its time was over before the cut: nothing is shown");
     let answered = asked.await.unwrap();
     assert_eq!(code(&answered), Some(Code::RecoveryPending), "{answered:?}");
     assert_eq!(direct.number("select count(*) from payment").await, 1);

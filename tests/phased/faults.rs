@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncebox::operation::{Answered, Code, Stage};
-use oncebox::store::Resolution;
+use oncebox::store::{Resolution, StoredEvidence};
 
 use crate::cards::Cards;
 use crate::flow::{BUDGET, KEY_AND_QUERY, ONE, Plan, Service, Shared, TWO};
@@ -34,11 +34,25 @@ async fn one_charge<S: Rows>(store: S, faults: &[(&str, i64, u64)]) {
     let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
     let (first, _) = service.ask_until_known(ONE, 700).await;
     assert_eq!(first.status, 201, "{faults:?}");
+    for (_, _, delay) in faults.iter().filter(|(fault, ..)| *fault == "take_late") {
+        comes_late(*delay).await;
+    }
     let (again, replayed) = service.ask_until_known(ONE, 700).await;
     assert_eq!((again.status, &again.body, replayed), (201, &first.body, true));
     assert_eq!(provider.count().await, (1, 1), "{faults:?}");
     service.ended_once("settled").await;
-    assert_eq!(service.operation().await.stage, Stage::Succeeded);
+    let operation = service.operation().await;
+    assert_eq!(operation.stage, Stage::Succeeded);
+    // Where a query is made to fail, one was made.
+    let failed = |row: &StoredEvidence| row.evidence.kind == "query" && row.evidence.status == Some(404);
+    let was_asked = operation.evidence.iter().any(failed);
+    assert_eq!(was_asked, faults.iter().any(|(fault, ..)| *fault == "no_query"), "{:?}", operation.evidence);
+}
+
+/// A charge that the provider takes so many milliseconds after its request has come by now. Under
+/// another key than the answered one it would be the second.
+async fn comes_late(delay: u64) {
+    tokio::time::sleep(Duration::from_millis(delay + 1_000)).await;
 }
 
 // Shown by: settling without the evidence that stands in the deciding transaction.
@@ -78,20 +92,15 @@ one_charge! {
 async fn o7_a_refusal_of_a_resend_is_no_verdict<S: Rows>(store: S) {
     let provider = ProviderProcess::start();
     provider.fault("take_late", 1, 1_500).await;
-    provider.fault("refuse_keys", 0, 0).await;
+    // The first send uses it up once, and is not refused.
+    provider.fault("refuse_keys", 3, 0).await;
     let service = Service::start(&store, &Plan::new(KEY_AND_QUERY), adapter(&provider)).await;
-    let asked = async { service.ask(ONE, 700, BUDGET).await };
-    let refuses = async {
-        eventually("the first send", SOON, || async {
-            let sent = service.store.number(&format!("select count(*) from {}", S::table("operation_evidence"))).await;
-            (sent > 0).then_some(())
-        })
-        .await;
-        provider.fault("refuse_keys", 2, 0).await;
-    };
-    tokio::join!(asked, refuses);
     let (reply, _) = service.ask_until_known(ONE, 700).await;
+    comes_late(1_500).await;
     assert_eq!((reply.status, provider.count().await), (201, (1, 1)));
+    let evidence = service.operation().await.evidence;
+    let was_refused = |row: &StoredEvidence| row.evidence.verdict == "refused" && row.evidence.send > 1;
+    assert!(evidence.iter().any(was_refused), "no resend was refused: nothing is shown: {evidence:?}");
     service.ended_once("settled").await;
 }
 

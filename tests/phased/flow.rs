@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
+use oncebox::observe::Health;
 use oncebox::operation::phased::{
     Effect, First, FirstPhase, Flow, Local, LocalPhase, LocalPoint, Phase, PhasedEngine, Prepare, Provider, Recovery,
     RecoveryOptions, Settled, SettledPhase, SettledPoint, Settlement, Settlements,
@@ -490,9 +491,14 @@ impl<S: Rows> Service<S> {
 
     /// A recovery worker.
     pub(crate) fn recover(&self) -> Worker {
+        self.recover_with(Health::default())
+    }
+
+    /// One that says there how it is.
+    pub(crate) fn recover_with(&self, health: Health) -> Worker {
         let stop = CancellationToken::new();
         let options = RecoveryOptions { every: Duration::from_millis(50), ..RecoveryOptions::default() };
-        let recovery = Recovery::new(&self.phased, options, oncebox::observe::Health::default());
+        let recovery = Recovery::new(&self.phased, options, health);
         Worker { running: tokio::spawn(recovery.run(stop.clone())), stop }
     }
 

@@ -163,18 +163,15 @@ async fn a_command_in_plain_is_not_driven_where_only_sealed_ones_are<S: Rows>(st
 async fn the_memory_of_a_command_is_held_until_its_driver_has_ended<S: Rows>(store: S) {
     let (told, held) = Scripted::default().timeout(Duration::from_secs(50)).held(done());
     let service = Service::start(&store, &Plan::new(KEY).long_lease(), told).await;
-    let mut permit = service.engine.body_memory("t1");
-    while permit.grow(1 << 20) {}
-    let (scope, key) = (Scope::new("t1", "p1").unwrap(), Key::parse(ONE.as_bytes(), KeyFormat::Opaque).unwrap());
-    let (charge, budget) = (Charge { amount: 700 }, Duration::from_millis(1));
-    let asked = service.phased.execute_phased(
-        &service.endpoint,
-        Some(scope),
-        KeyGiven::Given(key),
-        charge,
-        Some(permit),
-        budget,
-    );
+    let asked = eventually("an answer that the database gave", SOON, || async {
+        let mut permit = service.engine.body_memory("t1");
+        while permit.grow(1 << 20) {}
+        let (scope, key) = (Scope::new("t1", "p1").unwrap(), Key::parse(ONE.as_bytes(), KeyFormat::Opaque).unwrap());
+        let (key, charge, budget) = (KeyGiven::Given(key), Charge { amount: 700 }, Duration::from_millis(1));
+        let (phased, endpoint) = (&service.phased, &service.endpoint);
+        let asked = phased.execute_phased(endpoint, Some(scope), key, charge, Some(permit), budget).await;
+        (code(&asked) != Some(Code::StoreUnavailable)).then_some(asked)
+    });
     let (asked, ()) = tokio::join!(asked, held.reached());
     assert_eq!(code(&asked), Some(Code::RecoveryPending));
     assert!(!service.engine.body_memory("t1").grow(1 << 20), "its driver has the command");

@@ -84,6 +84,9 @@ async fn o5_a_call_that_does_not_fit_into_the_lease_is_refused() {
     let slow = Scripted::default().timeout(plan.lease * 2 / 3);
     let refused = PhasedEngine::new(&engine, Uuid::nil(), [(flow(&plan, slow), &endpoint)]).expect_err("refused");
     assert_says(&refused, "effect `charge`: its timeout must be longer than zero and shorter than two thirds");
+    let never = Scripted::default().timeout(Duration::ZERO);
+    let refused = PhasedEngine::new(&engine, Uuid::nil(), [(flow(&plan, never), &endpoint)]).expect_err("refused");
+    assert_says(&refused, "its timeout must be longer than zero");
     let quick = Scripted::default().timeout(plan.lease * 2 / 3 - Duration::from_millis(1));
     PhasedEngine::new(&engine, Uuid::nil(), [(flow(&plan, quick), &endpoint)]).expect("good");
 }

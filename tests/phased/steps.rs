@@ -3,6 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, SystemTime};
 
+use oncebox::observe::Health;
 use oncebox::operation::provider::{Answer, KeyWindow, Matches, QueryAnswer, Strategy};
 use oncebox::operation::{Code, Kid, Sealer, Stage};
 use oncebox::store::{NewEvidence, Sealed};
@@ -108,17 +109,30 @@ async fn o13_m71_before_an_intent_a_phase_may_refuse_or_forget<S: Rows>(store: S
     assert_eq!(store.number(&records).await, 2);
 }
 
-// M26, M27: while its outcome is unknown, and after it has succeeded.
+// M26, M27: while its outcome is unknown, after it has succeeded or failed, and when it is left to
+// an operator.
 async fn m26_another_command_under_the_key_is_refused_in_every_state<S: Rows>(store: S) {
     let told = Scripted::default().answers(Answer::status(500)).answers(done());
     let plan = Plan::new(KEY).one_call();
-    let service = Service::start(&store, &plan, told).await;
+    let service = Service::start(&store, &plan, told.clone()).await;
     service.ask(ONE, 700, BUDGET).await;
     assert_eq!(service.operation().await.stage, Stage::Unknown);
     assert_eq!(code(&service.ask(ONE, 701, BUDGET).await), Some(Code::KeyReused));
     service.ask_until_known(ONE, 700).await;
     assert_eq!(code(&service.ask(ONE, 701, BUDGET).await), Some(Code::KeyReused));
+    assert_eq!(told.arrived().len(), 2);
     service.ended_once("settled").await;
+    // Failed, and left to an operator.
+    for (answer, strategy, ends) in
+        [(declined(), KEY, None), (Answer::NoAnswer, Strategy::None, Some(Code::OutcomeUnknown))]
+    {
+        let told = Scripted::default().answers(answer);
+        let service = Service::start(&store, &Plan::new(strategy), told.clone()).await;
+        let key = if ends.is_none() { TWO } else { "key-0000000000000003" };
+        assert_eq!(code(&service.ask(key, 700, BUDGET).await), ends);
+        assert_eq!(code(&service.ask(key, 701, BUDGET).await), Some(Code::KeyReused), "{ends:?}");
+        assert_eq!(told.arrived().len(), 1);
+    }
 }
 
 // Shown by: taking "not found" for a failure; resending after it.
@@ -347,11 +361,21 @@ async fn o22_in_a_cloned_database_nothing_is_sent<S: Rows>(store: S) {
     belongs_to(&store, Uuid::now_v7()).await;
     // What the configuration of the services says is still the old one.
     let clone = Service::start(&store, &Plan { deployment: Some(ours), ..plan.clone() }, told.clone()).await;
-    let worker = clone.recover();
     assert_eq!(code(&clone.ask(ONE, 700, BUDGET).await), Some(Code::RecoveryPending));
     assert_eq!(code(&clone.ask_once(TWO, 700, BUDGET).await), Some(Code::StoreUnavailable));
+    // It is due, so only the comparison keeps a worker from it.
+    store.write(&format!("update {} set due_at = {}", S::table("operation"), S::year(2020))).await;
+    let before = service.operation().await;
+    let health = Health::default();
+    let worker = clone.recover_with(health.clone());
+    eventually("the worker has seen it", SOON, || async {
+        let lines = health.lines();
+        lines.iter().any(|line| line.contains("this database belongs to another deployment")).then_some(())
+    })
+    .await;
     worker.stop().await;
-    assert_eq!((told.arrived().len(), service.operation().await.attempts), (1, 0));
+    let after = service.operation().await;
+    assert_eq!((told.arrived().len(), after.attempts, after.epoch), (1, 0, before.epoch));
     belongs_to(&store, ours).await;
     let (reply, _) = service.ask_until_known(ONE, 700).await;
     assert_eq!((reply.status, told.arrived().len()), (201, 2));

@@ -58,7 +58,9 @@ async fn a_stop_ends<S: Rows>(direct: S, (through, proxy): (S, Proxy), failure: 
     let worker = next.recover();
     settles(&next).await;
     worker.stop().await;
-    assert_eq!(again.arrived()[0].key, told.arrived()[0].key);
+    let (first, second) = (told.arrived(), again.arrived());
+    assert_eq!((first.len(), second.len()), (1, 1));
+    assert_eq!((&second[0].key, &second[0].bytes), (&first[0].key, &first[0].bytes));
 }
 
 // Shown by: `backoff_max` for every error (it was due ten minutes later).

@@ -64,10 +64,16 @@ async fn o28_only_the_only_trys_refusal_is_one_and_a_doubt_ends_dead() {
 // Shown by: taking every 5xx for a refusal of the e-mail.
 #[tokio::test]
 async fn o28_credentials_that_a_server_does_not_take_refuse_no_e_mail() {
+    // It says so when it has the text.
     let (url, taken) = smtp(&[534, 535]).await;
     let service = start(EmailTransport::smtp(&url).unwrap(), settings()).await;
     assert_eq!(service.outcome(Uuid::now_v7(), email(TO, "Receipt")).await, 200);
     assert_eq!(taken.lock().unwrap().len(), 3);
+    // Or at once, when it is told them.
+    let (url, taken) = smtp_at("AUTH", &[535, 535]).await;
+    let service = start(EmailTransport::smtp(&url.replace("//", "//a:b@")).unwrap(), settings()).await;
+    assert_eq!(service.outcome(Uuid::now_v7(), email(TO, "Receipt")).await, 200);
+    assert_eq!(taken.lock().unwrap().len(), 1);
 }
 
 // A refusal by policy may be about us, and no later try brings the extension for such an address.

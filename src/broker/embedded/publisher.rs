@@ -73,11 +73,10 @@ struct Row {
 
 impl EmbeddedPublisher {
     pub(super) async fn open(log: Arc<Log>) -> Result<Self, BrokerError> {
-        let connection = log.connect().await?;
         let (rows, waiting) = mpsc::unbounded_channel();
         let (answers, settled) = mpsc::unbounded_channel();
         let (blocks, blocked) = watch::channel(None);
-        let writer = Writer { log: Arc::clone(&log), connection, topics: HashMap::new(), answers, blocks };
+        let writer = Writer::open(Arc::clone(&log), answers, blocks).await?;
         Ok(Self {
             rows,
             settled,
@@ -187,6 +186,15 @@ struct Append {
 }
 
 impl Writer {
+    async fn open(
+        log: Arc<Log>,
+        answers: mpsc::UnboundedSender<Outcomes>,
+        blocks: watch::Sender<Option<String>>,
+    ) -> Result<Self, BrokerError> {
+        let connection = log.connect().await?;
+        Ok(Self { log, connection, topics: HashMap::new(), answers, blocks })
+    }
+
     async fn run(mut self, mut waiting: mpsc::UnboundedReceiver<Row>) {
         let mut rows = Vec::new();
         let mut trim_at = Instant::now();
@@ -360,6 +368,21 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::super::config::EmbeddedConfig;
     use super::*;
+
+    /// Shown by: a connection for offsets in place of the writer's.
+    #[tokio::test]
+    async fn a_commit_of_rows_is_synced() {
+        let directory = tempfile::tempdir().unwrap();
+        let log = Log::open(EmbeddedConfig::new(directory.path().join("broker.db"))).await.unwrap();
+        let (answers, _settled) = mpsc::unbounded_channel();
+        let mut writer = Writer::open(Arc::new(log), answers, watch::Sender::new(None)).await.unwrap();
+        let synchronous = async |connection: &mut LogConnection| -> i64 {
+            sqlx::query_scalar("pragma synchronous").fetch_one(&mut connection.sqlite).await.unwrap()
+        };
+        assert_eq!(synchronous(&mut writer.connection).await, 2, "FULL");
+        let mut offsets = writer.log.connect_for_offsets().await.unwrap();
+        assert_eq!(synchronous(&mut offsets).await, 1, "NORMAL");
+    }
 
     /// As after a panic while old rows were deleted. Where only the rows that the writer took were
     /// counted, `settle` said that nothing was in flight.
