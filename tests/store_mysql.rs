@@ -8,6 +8,8 @@
 
 mod support;
 
+#[path = "support/another_name.rs"]
+mod another_name;
 #[path = "support/proxy.rs"]
 mod proxy;
 

@@ -2,6 +2,8 @@
 #![cfg(feature = "postgres")]
 #![allow(clippy::unwrap_used)]
 
+#[path = "support/another_name.rs"]
+mod another_name;
 #[path = "support/observed.rs"]
 #[allow(dead_code)]
 mod observed;

@@ -1,5 +1,5 @@
 //! Errors that a healthy Kafka does not show, from librdkafka's mock cluster. It is no oracle for
-//! order.
+//! the order among partitions; one partition keeps what comes as it comes.
 
 use std::time::{Duration, Instant};
 
@@ -81,6 +81,20 @@ async fn g3_a_row_that_waits_for_room_stays_behind_an_earlier_one_that_is_refuse
     assert!(matches!(settled[1].outcome, Err(Refusal::Message(_))), "{settled:?}");
     assert!(matches!(settled[2].outcome, Err(Refusal::Behind(_))), "{settled:?}");
     publisher.close().await;
+}
+
+/// The broker is away. Rows without a key do not wait for the first one of their partition, and
+/// librdkafka's own queue has room for a thousand.
+#[tokio::test]
+async fn g11_no_more_rows_are_taken_than_may_be_on_their_way() {
+    let (mock, _) = mock("t");
+    let mut config = KafkaConfig::from_url(&format!("kafka://{}", mock.bootstrap_servers())).unwrap();
+    config.publish_rows_max = 10;
+    let mut publisher = ready(&KafkaBroker::new(config).unwrap(), "t").await;
+    mock.broker_down(1).unwrap();
+    publisher.send((0..10).map(|tag| (tag, message("t", None, "x"))).collect()).await.unwrap();
+    let more = publisher.send((10..500).map(|tag| (tag, message("t", None, "x"))).collect());
+    assert!(tokio::time::timeout(Duration::from_secs(2), more).await.is_err(), "it took all of them");
 }
 
 /// The answer for such a batch has no offset, and librdkafka counts the offsets of its rows up from
@@ -267,6 +281,8 @@ async fn g6_a_record_that_cannot_be_read_stops_its_partition_alone_and_is_shown(
     let read = receive(&mut member, 20 - of_the_first).await;
     assert!(read.iter().all(|delivery| delivery.source.partition == 1), "{read:?}");
     assert!(member.away().is_some());
+    let more = tokio::time::timeout(Duration::from_secs(1), member.next()).await;
+    assert!(more.is_err(), "nothing behind the damaged one: {more:?}");
     member.close().await;
 }
 

@@ -87,11 +87,19 @@ impl Kafka {
         .await;
     }
 
-    /// Changes a setting of a topic. The broker hears of it a moment later.
+    /// Changes a setting of a topic, and waits until the broker has heard of it.
     pub(crate) async fn set(&self, topic: &str, name: &str, value: &str) {
+        let admin = self.admin();
         let change = AlterConfig::new(ResourceSpecifier::Topic(topic)).set(name, value);
-        let results = self.admin().alter_configs([&change], &AdminOptions::new()).await.unwrap();
+        let results = admin.alter_configs([&change], &AdminOptions::new()).await.unwrap();
         assert!(results.iter().all(Result::is_ok), "{results:?}");
+        eventually("the broker has the setting", SOON, || async {
+            let asked = [&ResourceSpecifier::Topic(topic)];
+            let told = admin.describe_configs(asked, &AdminOptions::new()).await.ok()?;
+            let entry = told.first()?.as_ref().ok()?.get(name)?.value.clone();
+            (entry.as_deref() == Some(value)).then_some(())
+        })
+        .await;
     }
 
     /// Gives a topic more partitions.

@@ -18,6 +18,7 @@ type At = (i32, i64);
 struct Book {
     got: HashMap<At, usize>,
     acknowledged: HashSet<At>,
+    revoked: usize,
 }
 
 /// A member as a task: acknowledges half of what is open at each delivery, drains what is revoked.
@@ -54,6 +55,7 @@ impl Member {
                     }
                     Event::Revoked { sources: revoked, lost, done } => {
                         assert!(!lost);
+                        book.lock().unwrap().revoked += revoked.len();
                         finished.append(&mut open);
                         sources.retain(|source| !revoked.contains(source));
                         drained = Some(done);
@@ -99,7 +101,11 @@ async fn nothing_is_lost_and_nothing_drained_comes_again_when_members_come_and_g
         let start = Instant::now();
         match turn {
             0 | 1 => members.push(Member::join(&broker, &subscription, &book).await),
-            _ => members.remove(0).leave().await,
+            _ => {
+                let moved = book.lock().unwrap().revoked;
+                assert!(moved >= 2, "{moved} partitions moved to those who joined");
+                members.remove(0).leave().await;
+            }
         }
         while start.elapsed() < Duration::from_secs(4) || book.lock().unwrap().got.len() < before + 100 {
             assert!(start.elapsed() < SOON, "nothing comes any more after {before}");

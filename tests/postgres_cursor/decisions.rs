@@ -84,8 +84,11 @@ async fn r18_decisions_go_with_the_partition_of_their_positions() {
             )
             .await;
         enqueue_all(&mut connection, vec![message("next partition")]).await.unwrap();
+        // A position that nobody has passed: a cursor that was set back stands below it.
+        database.run("insert into oncebox.decision (position, decision) values (1000500, 'skipped')").await;
         relay.drain_until(&database, "select not exists (select 1 from oncebox.outbox_p1)").await;
-        assert_eq!(database.value::<i64>("select count(*) from oncebox.decision").await, 0);
+        let left: Vec<i64> = database.value("select array(select position from oncebox.decision)").await;
+        assert_eq!(left, [1_000_500], "those of the next partition stay");
         let kept: String = database.value("select convert_from(payload, 'UTF8') from oncebox.outbox_dead").await;
         assert_eq!(kept, "a", "a dead row stays, whatever happens to its partition");
     })

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use oncebox::sqlx::{AssertSqlSafe, Connection, Executor};
 
 use crate::postgres::{Server, on_server, with_database};
-use crate::relay::{NO_GAPS, Relay, gaps, put, scanned_to};
+use crate::relay::{NO_GAPS, Relay, SOON, gaps, put, scanned_to};
 
 #[tokio::test]
 async fn r2_a_row_that_commits_late_is_sent_at_its_gap() {
@@ -120,7 +120,7 @@ async fn r6_a_gap_of_an_aborted_transaction_closes_although_a_long_one_runs_else
 #[tokio::test]
 async fn r6_a_transaction_that_is_prepared_keeps_its_gap_open_until_it_ends() {
     let test = "r6_a_transaction_that_is_prepared_keeps_its_gap_open_until_it_ends";
-    prepared(test, Duration::ZERO).await;
+    prepared(test, false).await;
 }
 
 /// Shown by watching what held the lock instead of its transaction id: PREPARE changes it, and the
@@ -128,12 +128,12 @@ async fn r6_a_transaction_that_is_prepared_keeps_its_gap_open_until_it_ends() {
 #[tokio::test]
 async fn r6_a_transaction_that_is_prepared_while_it_is_watched_keeps_its_gap_open_until_it_ends() {
     let test = "r6_a_transaction_that_is_prepared_while_it_is_watched_keeps_its_gap_open_until_it_ends";
-    prepared(test, Duration::from_millis(3_000)).await;
+    prepared(test, true).await;
 }
 
-/// A long transaction elsewhere keeps the fence open; a writer is prepared after a while, and
-/// committed later.
-async fn prepared(test: &str, after: Duration) {
+/// A long transaction elsewhere keeps the fence open. A writer is prepared, at once or when its gap
+/// is watched, and committed later.
+async fn prepared(test: &str, watched: bool) {
     with_database(test, |database| async move {
         let (mut long, mut other) = (database.connection().await, database.connection().await);
         let mut long = long.begin().await.unwrap();
@@ -144,16 +144,18 @@ async fn prepared(test: &str, after: Duration) {
         put(&mut writer, "prepared").await;
         put(&mut other, "sent").await;
         assert_eq!(relay.drain().await, ["sent"]);
-        let (began, mut writing) = (Instant::now(), Some(writer));
+        let (began, mut writing, mut prepared) = (Instant::now(), Some(writer), None);
         let name = &database.name;
-        while began.elapsed() < Duration::from_secs(5) {
+        // Four seconds more than a gap must be old to be watched and closed.
+        while prepared.is_none_or(|at: Instant| at.elapsed() < Duration::from_secs(4)) {
+            assert!(began.elapsed() < SOON, "the gap is never watched");
             assert_eq!(relay.drain().await, ["sent"]);
             assert_eq!(gaps(&database).await, "{[1,2)}", "prepared: {}", writing.is_none());
-            if began.elapsed() >= after
-                && let Some(mut writer) = writing.take()
-            {
+            let is_ready = !watched || format!("{:?}", relay.session).contains("Watching(");
+            if is_ready && let Some(mut writer) = writing.take() {
                 writer.execute(AssertSqlSafe(format!("prepare transaction '{name}'"))).await.unwrap();
                 writer.close().await.unwrap();
+                prepared = Some(Instant::now());
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }

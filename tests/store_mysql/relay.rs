@@ -279,8 +279,29 @@ async fn r11_every_statement_that_changes_a_table_others_insert_into_looks_its_r
     }
 }
 
-/// The statement of a poll or a sweep with this part, as the server has it while it waits for the
-/// table.
+/// The running statement about this table with this part, as the server has it while it waits for
+/// the table.
+pub(crate) async fn seen_running(db: &Db, table: &str, part: &str) -> String {
+    let mut app = db.app().await;
+    let running = format!(
+        "select info from information_schema.processlist \
+          where db = database() and id <> connection_id() and info like '%{}%'",
+        table.replace('_', "\\_")
+    );
+    for _ in 0..500 {
+        execute(&mut app, &format!("lock tables {table} write")).await;
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        let running = sqlx::raw_sql(AssertSqlSafe(running.clone())).fetch_all(&mut app).await.unwrap();
+        execute(&mut app, "unlock tables").await;
+        let mut found = running.iter().map(|row| row.get_unchecked::<String, _>(0));
+        if let Some(sql) = found.find(|sql| sql.contains(part)) {
+            return sql;
+        }
+    }
+    panic!("no statement with `{part}` was seen")
+}
+
+/// The statement of a poll or a sweep with this part.
 async fn as_it_runs(db: &Db, part: &str, values: &[&str]) -> String {
     let (store, consumer) = (db.store.clone(), ConsumerId(1));
     let polls = tokio::spawn(async move {
@@ -291,21 +312,9 @@ async fn as_it_runs(db: &Db, part: &str, values: &[&str]) -> String {
             store.sweep(consumer).await.unwrap();
         }
     });
-    let mut app = db.app().await;
-    let running = "select info from information_schema.processlist \
-                   where db = database() and id <> connection_id() and info like '%oncebox\\_waiting%'";
-    for _ in 0..500 {
-        execute(&mut app, "lock tables oncebox_waiting write").await;
-        tokio::time::sleep(Duration::from_millis(20)).await;
-        let found: Vec<String> =
-            sqlx::raw_sql(running).fetch_all(&mut app).await.unwrap().iter().map(|row| row.get_unchecked(0)).collect();
-        execute(&mut app, "unlock tables").await;
-        if let Some(sql) = found.into_iter().find(|sql| sql.contains(part)) {
-            polls.abort();
-            return values.iter().fold(sql, |sql, value| sql.replacen('?', value, 1));
-        }
-    }
-    panic!("no statement with `{part}` was seen")
+    let sql = seen_running(db, "oncebox_waiting", part).await;
+    polls.abort();
+    values.iter().fold(sql, |sql, value| sql.replacen('?', value, 1))
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -10,6 +10,7 @@ use oncebox::store::{
 };
 use oncebox::{StoreError, message::MessageId};
 
+use crate::another_name::under_another_name;
 use crate::postgres::{Server, on_server, with_database, with_path};
 use crate::proxy::Proxy;
 use crate::support::{eventually, service};
@@ -35,7 +36,7 @@ async fn connections_that_died_in_the_pool_cost_no_transaction() {
             tx.rollback().await.unwrap();
         }
         let mut admin = database.connection().await;
-        admin.execute(KILL_OTHERS).await.unwrap();
+        assert!(admin.fetch_all(KILL_OTHERS).await.unwrap().len() >= 4);
         let mut tx = database.store.begin(consumer).await.unwrap();
         assert_eq!(tx.admit(&[entry()]).await.unwrap(), [None]);
         tx.commit().await.unwrap();
@@ -359,11 +360,18 @@ async fn r23_only_the_transaction_that_admitted_the_message_is_proven() {
     .await;
 }
 
+/// What a guard would find that looks up its names by the path of the handler.
+const ASTRAY: &str = "create schema astray;
+    create function astray.pg_current_xact_id() returns xid8 language sql as $$ select '7'::xid8 $$;
+    create function astray.current_setting(text) returns text language sql as $$ select '' $$;
+    create function astray.current_setting(text, boolean) returns text language sql as $$ select '' $$";
+
 /// A process that dies behind the COMMIT of its handler loses nothing: what comes again is new.
 /// Without the guard the inbox rows stand, so it is a duplicate.
 #[tokio::test]
 async fn r23_a_commit_of_the_handler_is_refused_and_nothing_of_it_stays() {
     with_database("r23_a_commit_of_the_handler_is_refused_and_nothing_of_it_stays", |database| async move {
+        database.run(ASTRAY).await;
         database.run("create table effect (n int)").await;
         let consumer = database.store.register(&consumer_spec()).await.unwrap();
         for commit in [
@@ -383,7 +391,9 @@ async fn r23_a_commit_of_the_handler_is_refused_and_nothing_of_it_stays() {
             let handler = format!("insert into effect values (1); {commit}");
             let ended =
                 sqlx::raw_sql(sqlx::AssertSqlSafe(handler)).execute(tx.connection::<PgConnection>().unwrap()).await;
-            assert!(ended.is_err(), "{commit}");
+            let code = ended.unwrap_err().as_database_error().and_then(|error| error.code()).unwrap().into_owned();
+            let expected = if commit.starts_with("prepare") { "0A000" } else { "2D000" };
+            assert_eq!(code, expected, "{commit}");
             drop(tx);
             let mut again = database.store.begin(consumer).await.unwrap();
             assert_eq!(again.admit(&ours).await.unwrap(), [None, None], "{commit}");
@@ -398,6 +408,7 @@ async fn r23_a_commit_of_the_handler_is_refused_and_nothing_of_it_stays() {
 #[tokio::test]
 async fn r23_the_guard_against_a_commit_fails_no_good_handler() {
     with_database("r23_the_guard_against_a_commit_fails_no_good_handler", |database| async move {
+        database.run(ASTRAY).await;
         database.run("create table effect (n int)").await;
         let consumer = database.store.register(&consumer_spec()).await.unwrap();
         for handler in [
@@ -468,9 +479,15 @@ async fn s1_another_authority_and_another_name_are_refused() {
         store.close().await;
         outcome.map_err(StoreError::from)
     };
+    let refused = async |url: String, ca: &str| {
+        let error = connects(url, ca).await.unwrap_err().to_string();
+        assert!(error.contains("certificate"), "{error}");
+    };
     connects(format!("{plain}?sslmode=verify-full"), &ca).await.unwrap();
-    connects(format!("{plain}?sslmode=verify-full"), &other_ca).await.unwrap_err();
-    connects(format!("{}?sslmode=verify-full", plain.replace("localhost", "127.0.0.2")), &ca).await.unwrap_err();
+    refused(format!("{plain}?sslmode=verify-full"), &other_ca).await;
+    let renamed = under_another_name(&plain).await;
+    connects(format!("{renamed}?sslmode=verify-ca"), &ca).await.unwrap();
+    refused(format!("{renamed}?sslmode=verify-full"), &ca).await;
 }
 
 /// A primary that dies, a standby that is promoted, and the same store on both. Shown to fail: with
@@ -502,12 +519,22 @@ async fn of_several_hosts_the_primary_is_used_also_after_a_failover() {
     let mut tx = store.pool().begin().await.unwrap();
     oncebox::store::enqueue(&mut *tx, oncebox::NewMessage::text("t", "k", "x")).await.unwrap();
     tx.commit().await.unwrap();
-    // The old primary comes back as what it was. The one that works is kept.
+    // The old primary comes back as what it was, and stands first in this URL.
+    // The one that works is kept.
+    let url = format!("postgres://postgres@{second},{first}/postgres");
+    let kept = PostgresStore::connect(&StoreOptions::new(url)).await.unwrap();
     primary.run().await;
+    let mut looks = Vec::new();
     for _ in 0..20 {
-        assert_eq!(port().await.unwrap(), first.rsplit_once(':').unwrap().1);
+        // Each look takes a connection of its own.
+        let mut connection = kept.pool().acquire().await.unwrap();
+        let port: String =
+            sqlx::query_scalar("select current_setting('port')").fetch_one(&mut connection).await.unwrap();
+        assert_eq!(port, first.rsplit_once(':').unwrap().1);
+        looks.push(connection.detach());
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
+    kept.close().await;
     store.close().await;
 }
 

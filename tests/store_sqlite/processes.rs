@@ -4,7 +4,7 @@
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -40,28 +40,44 @@ fn spec(name: &str) -> oncebox::store::ConsumerSpec {
     oncebox::store::ConsumerSpec { name: name.into(), id_rule: "envelope".into(), accept: false }
 }
 
+/// Gone with the test, however that ends: it would hold the turn for ever.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 /// The kernel gives its locks back, SQLite its transaction.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn r14_a_process_that_is_killed_gives_its_turn_back() {
     let trial = Trial::<SqliteFile>::start("killed").await.unwrap();
-    let mut child = Command::new(std::env::current_exe().unwrap())
+    let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "processes::a_child_that_holds_the_turn", "--nocapture"])
         .env(CHILD, trial.fixture.url())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        .spawn();
+    let mut child = Killed(child.unwrap());
+    let mut lines = BufReader::new(child.0.stdout.take().unwrap()).lines();
     assert!(lines.any(|line| line.unwrap().contains("holding")), "the child never held the turn");
     let consumer = {
-        let (store, pid) = (trial.store.clone(), child.id());
+        let (store, pid) = (trial.store.clone(), child.0.id());
         let waiting = tokio::spawn(async move { store.register(&spec("waits")).await });
         // The check names who holds the turn once that has lasted for long; here it only must not
         // wait for it.
         oncebox::store::Schema::check(&trial.store).await.unwrap();
+        // Who waits for the turn is the next one, and has the lock of that place.
+        let next = trial.fixture.path().with_file_name("test.db.oncebox-lock-next");
+        let began = Instant::now();
+        while File::open(&next).is_ok_and(|next| next.try_lock().is_ok()) {
+            assert!(began.elapsed() < Duration::from_secs(20), "nobody waits for the turn");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
         assert!(!waiting.is_finished(), "process {pid} holds the turn");
-        child.kill().unwrap();
-        child.wait().unwrap();
+        drop(child);
         let killed = Instant::now();
         let consumer = waiting.await.unwrap().unwrap();
         // Who waits for a lock that nobody gives back waits for 30 seconds.
@@ -163,7 +179,10 @@ async fn applications_without_turns_write_beside_busy_stores() {
     let all_wrote = |written: u32| written >= ENOUGH && counts.iter().all(|one| one.load(Ordering::Relaxed) >= ENOUGH);
     while began.elapsed() < Duration::from_secs(2) || !all_wrote(written) {
         assert!(began.elapsed() < Duration::from_secs(90), "{written} and {counts:?}: somebody never gets a turn");
+        let asked = Instant::now();
         trial.enqueue(vec![NewMessage::text("t", "k", "1")]).await;
+        // Without its turn kept free for it, one waited for twelve seconds.
+        assert!(asked.elapsed() < Duration::from_secs(10), "it waited for {:?}", asked.elapsed());
         written += 1;
         tokio::time::sleep(Duration::from_millis(5)).await;
     }

@@ -215,12 +215,17 @@ impl Keys for MemoryKeys {
     async fn stale(&self, operation: &OperationName, limit: u32) -> Result<Vec<Record>, StoreError> {
         let (book, now) = (self.book(), now());
         let records = book.rows.values().map(|row| &row.record);
+        // Who lost its lease less than half a lease ago may be back to renew it.
+        let is_over = |lease: Lease| lease.until <= now && lease.until.until(now) >= lease.length / 2;
         let is_stale = |record: &&Record| {
             record.identity.operation() == operation
                 && record.state == State::InProgress
-                && record.lease_left(now).is_zero()
+                && record.lease.is_none_or(is_over)
         };
-        Ok(records.filter(is_stale).take(usize::try_from(limit).unwrap_or(usize::MAX)).cloned().collect())
+        let mut stale: Vec<Record> = records.filter(is_stale).cloned().collect();
+        stale.sort_by_key(|record| record.lease.map_or(record.created_at, |lease| lease.until));
+        stale.truncate(usize::try_from(limit).unwrap_or(usize::MAX));
+        Ok(stale)
     }
 
     async fn expire_bodies(&self, limit: u32) -> Result<u64, StoreError> {

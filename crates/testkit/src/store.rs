@@ -306,6 +306,7 @@ macro_rules! store_conformance {
                 a_purge_goes_on_where_its_last_step_ended,
                 r31_messages_that_wait_or_are_dead_keep_their_rows,
                 r31_the_bound_is_recorded_with_the_first_row_and_never_lowered,
+                r31_no_row_is_gone_before_the_bound_is_recorded,
                 g8_what_was_purged_is_new_to_the_insert_and_too_old_to_the_verdict,
                 r31_ages_are_judged_by_the_time_of_receipt,
                 g11_tries_of_what_was_handled_since_are_forgotten,
@@ -358,6 +359,7 @@ macro_rules! store_conformance {
                 r31_what_another_copy_did_since_is_discarded_by_its_redrive,
             ];
             redrive: [
+                r22_a_message_whose_lease_ends_later_than_any_lease_can_is_buried,
                 r31_a_message_with_a_new_id_is_redriven_again_under_that_id,
                 what_stands_behind_a_dead_message_counts_no_dead_ones,
                 a_message_before_a_dead_one_of_its_key_waits_and_is_not_held,

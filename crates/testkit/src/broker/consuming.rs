@@ -197,6 +197,12 @@ pub async fn a_delivery_that_stays_unfinished_takes_only_its_own_room(fixture: &
     assert_exactly(reader.arrived(), 0..1_100);
     assert_order(reader.arrived());
     reader.close().await;
+    let mut nothing = case.reader(&subscription).await;
+    nothing.assigned().await;
+    nothing.catch_up().await;
+    nothing.read_until_quiet(QUIET).await;
+    assert_eq!(nothing.got.len(), 0, "the acknowledgement covers what was finished");
+    nothing.close().await;
 }
 
 /// The bytes of unacknowledged deliveries stay within `in_flight_bytes_max`, plus the delivery that

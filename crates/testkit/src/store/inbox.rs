@@ -7,8 +7,8 @@ use std::time::Duration;
 use uuid::Uuid;
 
 use super::trial::{
-    arrived, dead, due, effect, entry, everything, message, new_entry, new_message, parked, payloads, read_nothing,
-    read_rows, spec,
+    DEADLINE, arrived, dead, due, effect, entry, everything, message, new_entry, new_message, parked, payloads,
+    read_nothing, read_rows, spec,
 };
 use super::{Connection, Fixture, Trial};
 use oncebox::adapter::Position;
@@ -105,9 +105,12 @@ async fn concurrent<F: Fixture>(trial: &Trial<F>, commit: bool) -> Option<Conten
         tx.commit().await.unwrap();
         answer
     });
-    // Gives the second time to begin its wait. If it is slower, the case proves less, but does not
-    // fail.
-    tokio::time::sleep(Duration::from_millis(150)).await;
+    if F::CONCURRENT_WRITERS {
+        trial.locks_wait(1).await;
+    } else {
+        // Here nobody sees that it waits. If it is slower, the case proves less, but does not fail.
+        tokio::time::sleep(Duration::from_millis(150)).await;
+    }
     settled.store(true, Ordering::SeqCst);
     if commit {
         first.commit().await.unwrap();
@@ -129,12 +132,20 @@ pub async fn r24_a_concurrent_duplicate_is_new_after_the_rollback<F: Fixture>(tr
     assert_eq!(concurrent(trial, false).await, None);
 }
 
-/// The adapter sorts the ids, so that two batches insert them in the same order.
+/// The adapter sorts the ids, so that two batches insert them in the same order. Both begin while a
+/// third transaction has an id in the middle: with their own orders each would then have what the
+/// other one needs.
 pub async fn r24_batches_that_overlap_do_not_deadlock<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
-    for _ in 0..10 {
+    for _ in 0..3 {
         let forth: Vec<InboxEntry> = (0..40).map(|_| new_entry()).collect();
         let back: Vec<InboxEntry> = forth.iter().rev().copied().collect();
+        let mut third = None;
+        if F::CONCURRENT_WRITERS {
+            let mut tx = trial.store.begin(consumer).await.unwrap();
+            tx.admit(&forth[20..21]).await.unwrap();
+            third = Some(tx);
+        }
         let mut batches = tokio::task::JoinSet::new();
         for entries in [forth.clone(), back] {
             let store = trial.store.clone();
@@ -144,6 +155,10 @@ pub async fn r24_batches_that_overlap_do_not_deadlock<F: Fixture>(trial: &Trial<
                 tx.commit().await.unwrap();
                 known.iter().filter(|known| known.is_none()).count()
             });
+        }
+        if let Some(third) = third {
+            trial.locks_wait(2).await;
+            third.rollback().await.unwrap();
         }
         let new: usize = batches.join_all().await.into_iter().sum();
         assert_eq!(new, 40, "each id is new to exactly one of them");
@@ -477,17 +492,23 @@ fn position(topic_id: &str, next: i64) -> Position {
 pub async fn a_transaction_that_is_dropped_leaves_nothing<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
     let entry = new_entry();
-    for round in 0..30 {
-        let store = trial.store.clone();
+    let proved = Arc::new(AtomicBool::new(false));
+    let began = std::time::Instant::now();
+    let mut rounds = 0;
+    // Dropped later each time, from before BEGIN to after the proof.
+    while rounds < 30 || !proved.load(Ordering::SeqCst) {
+        assert!(began.elapsed() < DEADLINE, "no round came to the proof");
+        let (store, seen) = (trial.store.clone(), Arc::clone(&proved));
         let work = async move {
             let mut tx = store.begin(consumer).await.unwrap();
             tx.admit(&[entry]).await.unwrap();
             effect::<F>(tx.connection().unwrap(), "m", "1").await.unwrap();
             tx.prove().await.unwrap();
+            seen.store(true, Ordering::SeqCst);
             std::future::pending::<()>().await;
         };
-        // Dropped at another point each time, from before BEGIN to after the proof.
-        let _ = tokio::time::timeout(Duration::from_micros(300 * round), work).await;
+        let _ = tokio::time::timeout(Duration::from_micros(300 * rounds), work).await;
+        rounds += 1;
     }
     let mut tx = trial.store.begin(consumer).await.unwrap();
     assert_eq!(tx.admit(&[entry]).await.unwrap(), vec![None]);

@@ -5,9 +5,12 @@ use std::time::{Duration, SystemTime};
 
 use uuid::Uuid;
 
-use super::keys::{KEPT, LONG, SHORT, claim, completed, failed, outcome, record, retryable, run, take, timed};
+use super::keys::{
+    ENDED, KEPT, LONG, SHORT, claim, completed, failed, outcome, over, record, retryable, run, take, timed,
+};
 use super::phases::{
-    AT_ONCE, MOVED, confirm, end, intent, lease_over, local, new_operation, observed, outstanding, step, stored, taken,
+    AT_ONCE, MOVED, confirm, end, intent, lease_over, local, new_operation, observed, outstanding, run_ended, step,
+    stored, taken,
 };
 use super::trial::moved;
 use super::{Fixture, KeysFixture, Trial};
@@ -77,21 +80,26 @@ pub async fn keys_are_found_by_every_filter<F: Fixture>(trial: &Trial<F>) {
     edge(trial, "unknown", State::UnknownRequiresRecovery).await;
     let asked = outstanding(trial, &new_operation("asked", LONG)).await;
     end(trial, &asked, "SENT", &completed(), &KEPT).await;
+    run(trial, &claim(Mode::Edge, "ended", 1), &failed(), &ENDED).await;
+    over(trial, &claim(Mode::Edge, "ended", 1)).await;
+    // A late run of it succeeded, so it must not be forgotten.
+    let late = edge(trial, "late", State::FailedRetryable).await;
+    trial.store.observe_run(&run_ended(late.operation_id, "success")).await.unwrap();
     let digest = done.identity.digest();
     let cases = [
-        (all(), 4),
+        (all(), 6),
         (KeyFilter { limit: 2, ..all() }, 2),
         (KeyFilter { digest: digest.to_vec(), ..all() }, 1),
         (KeyFilter { digest: digest[..6].to_vec(), ..all() }, 1),
-        (KeyFilter { tenant: Some("t1".to_owned()), ..all() }, 4),
+        (KeyFilter { tenant: Some("t1".to_owned()), ..all() }, 6),
         (KeyFilter { tenant: Some("T1".to_owned()), ..all() }, 0),
-        (KeyFilter { operation: Some("create_payment".parse().unwrap()), ..all() }, 4),
+        (KeyFilter { operation: Some("create_payment".parse().unwrap()), ..all() }, 6),
         (KeyFilter { operation: Some("create_charge".parse().unwrap()), ..all() }, 0),
         (KeyFilter { state: Some(State::Completed), ..all() }, 2),
         (KeyFilter { state: Some(State::InProgress), ..all() }, 1),
-        (KeyFilter { state: Some(State::Expired), ..all() }, 0),
+        (KeyFilter { state: Some(State::Expired), ..all() }, 1),
         (KeyFilter { older_than: Some(LONG), ..all() }, 0),
-        (KeyFilter { forgettable: true, ..all() }, 1),
+        (KeyFilter { forgettable: true, ..all() }, 2),
     ];
     for (filter, count) in cases {
         assert_eq!(trial.store.keys(&filter).await.unwrap().keys.len(), count, "{filter:?}");
@@ -109,7 +117,7 @@ pub async fn keys_are_found_by_every_filter<F: Fixture>(trial: &Trial<F>) {
         }
         after = paged.last().unwrap().to_vec();
     }
-    assert!(paged.len() == 4 && paged.is_sorted_by(|one, next| one < next), "{paged:?}");
+    assert!(paged.len() == 6 && paged.is_sorted_by(|one, next| one < next), "{paged:?}");
 }
 
 /// An operator's word is on the run that was seen. A key that was forgotten begins again at the
@@ -311,8 +319,9 @@ async fn ended<F: Fixture>(trial: &Trial<F>, key: &str, (strategy, outcome, undo
 type Shape = (&'static str, Option<Settled>, bool, Stage);
 
 /// The list of conflicts, which are kept until a person has judged them, agrees with the pure
-/// functions: for each set of up to three different verdicts about an effect, always in the order
-/// of `verdicts`, and for each way in which the effect and its operation ended.
+/// functions: for each set of up to three different verdicts about an effect, and for each way in
+/// which the effect and its operation ended. The verdicts come in the order of `verdicts`, and with
+/// a waiver also the other way round.
 ///
 /// Shown to fail: with a waiver without a send that counts like one for a send; with a statement
 /// that does not check whether an operator had accepted the declined send as a duplicate.
@@ -360,6 +369,9 @@ pub async fn the_list_of_conflicts_is_what_the_evidence_says<F: Fixture>(trial: 
             said.extend(sends.iter().map(|send| [&before[..], &[(verdict, *send)]].concat()));
         }
     }
+    // An operator waives a send that was declined, or the send after the waiver is declined.
+    let waived = said.clone().into_iter().filter(|rows| rows.iter().any(|row| verdicts[row.0] == Verdict::Waived));
+    said.extend(waived.map(|rows| rows.into_iter().rev().collect()));
     let mut listed_once = false;
     for rows in said {
         trial.run(&format!("delete from {table}")).await;
@@ -621,9 +633,15 @@ pub async fn o21_what_live_processes_say_of_their_fingerprints_is_shown<F: Fixtu
     trial.store.announce(one, &[pay.clone(), note.clone()]).await.unwrap();
     let live = trial.store.live_versions().await.unwrap();
     assert_eq!(live, [announced(one, &note), announced(one, &pay), announced(two, &pay)]);
-    for (age, kept) in [(130, 3), (90_000, 1)] {
-        let at = moved::<F>("seen_at", -age);
+    let set_back = async |seconds: i64| {
+        let at = moved::<F>("seen_at", -seconds);
         trial.run(&format!("update {} set seen_at = {at}", trial.table("operation_process"))).await;
+    };
+    set_back(100).await;
+    assert_eq!(trial.store.live_versions().await.unwrap().len(), 3, "seen a short time ago");
+    set_back(-100).await;
+    for (age, kept) in [(130, 3), (90_000, 1)] {
+        set_back(age).await;
         assert_eq!(trial.store.live_versions().await.unwrap(), [], "{age} s ago");
         trial.store.announce(one, std::slice::from_ref(&note)).await.unwrap();
         assert_eq!(trial.store.live_versions().await.unwrap(), [announced(one, &note)]);

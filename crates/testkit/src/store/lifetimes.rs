@@ -13,7 +13,7 @@ use super::{Fixture, Trial};
 use oncebox::operation::provider::Settled;
 use oncebox::operation::{Mode, OperationName, Record, Stage, State};
 use oncebox::store::{
-    Base, Basis, Begun, FIRST_POINT, Fenced, KeyOperator, Keys, NewEvidence, Operations, Operator, Phases, Proof, Taken,
+    Base, Basis, Begun, FIRST_POINT, Fenced, KeyOperator, Keys, NewEvidence, Operations, Phases, Proof, Taken,
 };
 
 /// No worker takes a parked operation, and its key shows that it is parked. Its stage is UNKNOWN,
@@ -180,11 +180,7 @@ pub async fn o8_what_arrives_while_a_conflict_is_judged_is_not_judged_with_it<F:
     let lock = format!("update {} set attempts = attempts + 1", trial.table("operation"));
     F::run(&mut other, &lock).await.unwrap();
     let arrives = async {
-        eventually("the judgement waits", || async {
-            let waits = trial.store.lock_waits(Duration::ZERO).await.unwrap();
-            (!waits.is_empty()).then_some(())
-        })
-        .await;
+        trial.locks_wait(1).await;
         trial.store.observe(&observed(&driven, "success")).await.unwrap();
         other.rollback().await.unwrap();
     };

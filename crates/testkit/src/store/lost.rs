@@ -7,9 +7,15 @@ use oncebox::error::{HandlerError, StoreError};
 use oncebox::message::Message;
 use oncebox::store::{Inbox, InboxEntry, ParkAs, Proof, RowLease, Waiting};
 
-/// All but `finish`, which runs no statement where `bury` has made nothing dead.
-const STATEMENTS: [&str; 10] =
-    ["admit", "blocked", "park", "forget", "bury", "wake", "clear attempts", "handler", "enqueue", "prove"];
+const STATEMENTS: [&str; 11] =
+    ["admit", "blocked", "park", "forget", "bury", "finish", "wake", "clear attempts", "handler", "enqueue", "prove"];
+
+async fn bury<F: Fixture>(trial: &Trial<F>, tx: &mut Tx) -> Result<(), StoreError> {
+    // The lease uses another connection, which is not lost.
+    let consumer = trial.consumer("c").await;
+    let leased = trial.store.lease_due(consumer, &everything(), &RowLease::new(LEASE)).await.unwrap().unwrap();
+    tx.bury(&[leased], "transaction-ended", "lost", true).await.map(drop)
+}
 
 /// Runs one statement of the transaction. Returns whether its error is transient, with its text, or
 /// None where it did not fail.
@@ -26,13 +32,8 @@ async fn run<F: Fixture>(
         "blocked" => tx.standing(&[lane]).await.map(drop),
         "park" => tx.park(&[parked(&message("other", "1"), ParkAs::Behind)]).await,
         "forget" => tx.forget(&[entry.id]).await,
-        "bury" => {
-            // The lease uses another connection, which is not lost.
-            let consumer = trial.consumer("c").await;
-            let lease = RowLease::new(LEASE);
-            let leased = trial.store.lease_due(consumer, &everything(), &lease).await.unwrap().unwrap();
-            tx.bury(&[leased], "transaction-ended", "lost", true).await.map(drop)
-        }
+        "bury" => bury(trial, tx).await,
+        "finish" => tx.finish().await.map(drop),
         "wake" => tx.wake(&[lane]).await,
         "clear attempts" => tx.clear_attempts(&[entry.id]).await,
         "handler" => {
@@ -57,12 +58,17 @@ pub async fn r27_a_lost_connection_in_any_statement_of_the_inbox_transaction_is_
     let consumer = trial.consumer("c").await;
     let waiting = message("k", "1");
     trial.park(consumer, &waiting, due()).await;
+    trial.park(consumer, &message("k2", "1"), due()).await;
     for statement in STATEMENTS {
         let entry = new_entry();
         let mut tx = trial.store.begin(consumer).await.unwrap();
         if statement != "admit" {
             tx.admit(&[entry]).await.unwrap();
             effect::<F>(tx.connection().unwrap(), "m", "").await.unwrap();
+        }
+        if statement == "finish" && F::KILL.is_some() {
+            // It runs a statement only where something was made dead.
+            bury(trial, &mut tx).await.unwrap();
         }
         if !trial.end_connection(case, tx.connection().unwrap()).await {
             return tx.rollback().await.unwrap();

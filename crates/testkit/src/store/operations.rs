@@ -2,16 +2,17 @@
 //! their lease (O8), and of bodies that a purge takes (M100).
 
 use super::key_operator::{conflicts, really};
-use super::keys::{KEPT, SHORT, again, claim, completed, failed, over, record, retryable, run, take};
+use super::keys::{KEPT, LONG, SHORT, again, claim, completed, failed, over, record, retryable, run, take};
 use super::phases::run_ended;
 use super::trial::{effect, eventually};
 use super::{Fixture, Trial};
 use oncebox::StoreError;
 use oncebox::operation::{Mode, Retention, State};
-use oncebox::store::{Basis, Bridged, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, RunOutcome};
+use oncebox::store::{Basis, Bridged, Fenced, KeyChange, KeyClaim, KeyOperator, Keys, Owned, RunOutcome};
 use uuid::Uuid;
 
-/// The outcome commits or rolls back with the handler's transaction. No outcome is rewritten.
+/// The outcome commits or rolls back with the handler's transaction. No outcome is rewritten, and
+/// an owner whose claim was taken over writes none while the new owner runs.
 pub async fn o2_a_bridged_outcome_goes_with_the_handlers_transaction<F: Fixture>(trial: &Trial<F>) {
     let claim = KeyClaim { lease: SHORT, ..claim(Mode::Bridged, "k", 1) };
     let owner = take(trial, &claim).await;
@@ -33,6 +34,18 @@ pub async fn o2_a_bridged_outcome_goes_with_the_handlers_transaction<F: Fixture>
     let late = tx.finish_in(&owner, &completed(), &KEPT).await.unwrap();
     tx.rollback().await.unwrap();
     assert_eq!(late, Fenced::LostOwnership);
+    let claim = KeyClaim { lease: SHORT, ..super::keys::claim(Mode::Bridged, "taken-over", 1) };
+    let old = take(trial, &claim).await;
+    let stale = over(trial, &claim).await;
+    let next = KeyClaim { lease: LONG, owner: Uuid::now_v7(), ..claim.clone() };
+    let new = trial.store.claim(&next, Basis::TakeOver(&stale)).await.unwrap().unwrap();
+    // The others are forged: one has the new epoch, the other the new token.
+    for owner in [old.clone(), Owned { epoch: new.epoch, ..old.clone() }, Owned { owner: new.owner, ..old }] {
+        let mut tx = trial.begin().await;
+        assert_eq!(tx.finish_in(&owner, &completed(), &KEPT).await.unwrap(), Fenced::LostOwnership);
+        tx.commit().await.unwrap();
+        assert_eq!(record(trial, &claim).await.state, State::InProgress);
+    }
 }
 
 /// A purge removes the body of a record, which may live longer than the record. The next run of the

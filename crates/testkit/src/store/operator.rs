@@ -545,7 +545,7 @@ pub async fn r17_acts_on_outbox_rows_are_requests_to_the_owner<F: Fixture>(trial
     assert_eq!(audits(trial).await, 2);
     assert_eq!(session.requests(0, 1_000).await.unwrap(), asked);
     let held = session.held(&[positions[0]]).await.unwrap().remove(0).message;
-    assert_eq!((held.id, held.payload.as_slice()), (id, b"edited".as_slice()));
+    assert_eq!((held.id, held.payload.as_slice(), held.headers.len()), (id, b"edited".as_slice(), 1));
     let released = Mark { released: vec![positions[0]], discarded: vec![positions[1]], ..Mark::default() };
     session.checkpoint(released).await.unwrap();
     assert!(session.requests(0, 1_000).await.unwrap().is_empty());

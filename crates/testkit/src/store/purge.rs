@@ -82,16 +82,18 @@ pub async fn r31_a_purge_takes_what_is_past_and_nothing_else<F: Fixture>(trial: 
 /// Each step begins where the last one ended, whatever the ids are and whatever their order is.
 pub async fn a_purge_goes_on_where_its_last_step_ended<F: Fixture>(trial: &Trial<F>) {
     let consumer = trial.consumer("c").await;
-    let mut ids = Vec::new();
+    let (mut ids, mut later) = (Vec::new(), Vec::new());
     for number in 0..30 {
         ids.push(identity("shop", &number.to_string()));
         ids.push(id_at(trial, consumer, -1_000 + number).await);
         // This row has a time in the future: the purge skips it.
-        admit(trial, consumer, &[id_at(trial, consumer, 600 + number).await]).await;
+        later.push(id_at(trial, consumer, 600 + number).await);
     }
+    admit(trial, consumer, &later).await;
     admit(trial, consumer, &ids).await;
     assert_eq!(purge(trial, consumer, soon(trial, consumer).await, 7).await, 60);
     assert!(trial.store.known(consumer, &ids).await.unwrap().is_empty());
+    assert_eq!(known(trial, consumer, &later).await, [true; 30]);
     assert_eq!(purge(trial, consumer, soon(trial, consumer).await, 7).await, 0);
 }
 
@@ -140,6 +142,30 @@ pub async fn r31_the_bound_is_recorded_with_the_first_row_and_never_lowered<F: F
     assert!(received < bound && bound <= soon(trial, consumer).await, "{received:?} {bound:?}");
     trial.run(&format!("update {} set value = 5 where name = 'id_skew_seconds'", trial.table("limits"))).await;
     assert_eq!(trial.store.bounds(consumer).await.unwrap().id_skew, Duration::from_secs(5));
+}
+
+/// The bound stands before the first row is gone: a process that is killed between would leave
+/// messages that are new to the insert and not too old to the verdict.
+pub async fn r31_no_row_is_gone_before_the_bound_is_recorded<F: Fixture>(trial: &Trial<F>) {
+    if !F::CONCURRENT_WRITERS {
+        // Nobody can see what a single writer has done before it commits.
+        return;
+    }
+    let consumer = trial.consumer("c").await;
+    let id = id_at(trial, consumer, -10).await;
+    admit(trial, consumer, &[id]).await;
+    let below = soon(trial, consumer).await;
+    let mut other = trial.begin().await;
+    let hold = format!("update {} set seen_at = seen_at where name = 'c'", trial.table("consumer"));
+    assert_eq!(F::run(&mut other, &hold).await.unwrap(), 1);
+    let held = async {
+        trial.locks_wait(1).await;
+        assert_eq!(known(trial, consumer, &[id]).await, [true], "its bound is not recorded yet");
+        other.rollback().await.unwrap();
+    };
+    let (purged, ()) = futures_util::future::join(purge(trial, consumer, below, 10), held).await;
+    assert_eq!((purged, known(trial, consumer, &[id]).await), (1, vec![false]));
+    assert!(trial.store.bounds(consumer).await.unwrap().purged_below.is_some());
 }
 
 /// The insert finds a purged message new. The bounds, read in the same transaction, show that it is

@@ -3,9 +3,10 @@
 
 use uuid::Uuid;
 
-use super::trial::{context, dead, due, message};
+use super::trial::{context, dead, due, message, moved};
 use super::waiting::{finish_run, lease, payloads};
 use super::{Fixture, Trial};
+use oncebox::error::StoreError;
 use oncebox::message::Message;
 use oncebox::store::{
     DeadFilter, DeadMessage, DeadState, Inbox, LeasedMessage, Operator, OperatorAct, ParkAs, Waiting,
@@ -42,6 +43,23 @@ pub async fn r31_a_message_with_a_new_id_is_redriven_again_under_that_id<F: Fixt
         panic!("{leased:?}")
     };
     assert_eq!((leased_id.uuid(), payload.as_slice()), (id, b"edited".as_slice()));
+}
+
+/// The clock was a day ahead when the lease was made. The message is handled by nobody, so it can
+/// be buried, and then goes on by a redrive.
+pub async fn r22_a_message_whose_lease_ends_later_than_any_lease_can_is_buried<F: Fixture>(trial: &Trial<F>) {
+    let consumer = trial.consumer("ledger").await;
+    trial.park(consumer, &message("k", "1"), due()).await;
+    assert_eq!(lease(trial, consumer).await.len(), 1);
+    let running = listed(trial, DeadState::Waiting, "1").await;
+    let filter =
+        DeadFilter { numbers: vec![running.number.clone()], states: vec![DeadState::Waiting], ..DeadFilter::default() };
+    let refused = trial.store.act(&filter, &OperatorAct::Bury, &context()).await;
+    assert!(matches!(refused, Err(StoreError::Refused(_))), "a process handles it: {refused:?}");
+    trial.run(&format!("update {} set due_at = {}", trial.table("waiting"), moved::<F>("due_at", 86_400))).await;
+    act(trial, &running, OperatorAct::Bury).await;
+    act(trial, &listed(trial, DeadState::Dead, "1").await, OperatorAct::Redrive).await;
+    assert_eq!(lease(trial, consumer).await.len(), 1);
 }
 
 /// What stands behind a dead message is what goes on when it is redriven or discarded. Another dead

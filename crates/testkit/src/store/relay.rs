@@ -161,6 +161,10 @@ pub async fn many_writers_at_once_lose_nothing_and_keep_each_their_order<F: Fixt
         sessions += 1;
         let mut session = trial.take_over(&format!("owner {sessions}")).await;
         for round in 0..20 {
+            // The rest is for other owners, however fast this one reads.
+            if firsts.len() > sessions * total / 4 {
+                break;
+            }
             let read = session.read(10).await.unwrap();
             session.checkpoint(Mark::default()).await.unwrap();
             for payload in payloads(&read.rows) {
@@ -176,6 +180,7 @@ pub async fn many_writers_at_once_lose_nothing_and_keep_each_their_order<F: Fixt
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
     }
+    assert!(sessions >= 3, "{sessions} owners");
     writers.join_all().await;
     for writer in 0..WRITERS {
         let prefix = format!("{writer}:");
@@ -320,7 +325,8 @@ pub async fn g11_a_read_gives_no_more_bytes_than_were_asked_for<F: Fixture>(tria
     assert_eq!(trial.store.status().await.unwrap().pending, 0);
 }
 
-/// `tidy` removes no row that is not proven, however often it runs.
+/// `tidy` removes no row that is not proven, however often it runs. On PostgreSQL it drops whole
+/// partitions, of which these rows fill none: tests of that adapter look at what it drops.
 pub async fn tidying_never_takes_what_is_not_proven<F: Fixture>(trial: &Trial<F>) {
     trial.enqueue(messages(0..20)).await;
     let mut session = trial.session("a").await;

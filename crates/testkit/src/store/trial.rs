@@ -8,8 +8,8 @@ use uuid::Uuid;
 use super::{Connection, Fixture, KeysFixture};
 use oncebox::message::{Arrived, ContentHash, Coordinates, IdRule, Message, MessageId, NewMessage};
 use oncebox::store::{
-    ActContext, Base, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, LeaseAnswer, LeaseRequest, Mark, Outbox,
-    OutboxRow, ParkAs, Parked, RelaySession, Scope,
+    ActContext, Base, ConsumerId, ConsumerSpec, Inbox, InboxEntry, InboxTx, LeaseAnswer, LeaseRequest, Mark, Operator,
+    Outbox, OutboxRow, ParkAs, Parked, RelaySession, Scope,
 };
 
 /// How long a case waits for something that must happen.
@@ -132,6 +132,18 @@ impl<F: Fixture> Trial<F> {
         let mut other = self.store.pool().acquire().await.unwrap();
         F::run(&mut other, &kill.replace("{}", &number.to_string())).await.unwrap();
         true
+    }
+
+    /// Waits until this many connections of the database wait for a lock. Only where several
+    /// transactions may write at once.
+    pub(super) async fn locks_wait(&self, count: usize) {
+        eventually("connections wait for a lock", || async {
+            // MariaDB makes its list anew only where nobody has read it for a tenth of a second.
+            tokio::time::sleep(Duration::from_millis(150)).await;
+            let waits = self.store.lock_waits(Duration::ZERO).await.unwrap();
+            (waits.len() >= count).then_some(())
+        })
+        .await;
     }
 
     /// Admits messages in one committed transaction. Returns what was known of each.
