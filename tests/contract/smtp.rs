@@ -13,6 +13,10 @@ pub(crate) const LOST: u16 = 0;
 #[allow(dead_code)]
 pub(crate) const SILENT: u16 = 1;
 
+/// The e-mail is taken, and nothing is answered while its sender waits.
+#[allow(dead_code)]
+pub(crate) const MUTE: u16 = 3;
+
 /// The e-mail is taken with 250, and text in Latin-1.
 #[allow(dead_code)]
 pub(crate) const LATIN: u16 = 2;
@@ -23,8 +27,8 @@ pub(crate) async fn smtp(codes: &[u16]) -> (String, Arc<Mutex<Vec<String>>>) {
     smtp_at("the end", codes).await
 }
 
-/// The same, where the codes are for this command: `the end` of an e-mail, `the greeting`, `MAIL`,
-/// `RCPT`, `DATA`.
+/// The same, where the codes are for this command: `the end` of an e-mail, `the greeting`, `AUTH`,
+/// `MAIL`, `RCPT`, `DATA`. With `AUTH`, it takes e-mails only from whom it has let in.
 pub(crate) async fn smtp_at(place: &'static str, codes: &[u16]) -> (String, Arc<Mutex<Vec<String>>>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("smtp://{}", listener.local_addr().unwrap());
@@ -55,6 +59,7 @@ async fn talk(
         return None;
     }
     socket.write_all(format!("{greeting} test\r\n").as_bytes()).await.ok()?;
+    let mut is_let_in = place != "AUTH";
     loop {
         let mut line = String::new();
         if socket.read_line(&mut line).await.ok()? == 0 {
@@ -69,6 +74,12 @@ async fn talk(
             // A refusal by policy.
             _ if code == 554 => "554 5.7.1 not now\r\n".to_owned(),
             _ if code >= 400 => format!("{code} not now\r\n"),
+            "EHLO" => "250-test\r\n250 AUTH PLAIN\r\n".to_owned(),
+            "AUTH" => {
+                is_let_in = true;
+                "235 come in\r\n".to_owned()
+            }
+            "MAIL" if !is_let_in => "530 who are you\r\n".to_owned(),
             "DATA" => {
                 socket.write_all(b"354 go on\r\n").await.ok()?;
                 let mut email = String::new();
@@ -82,8 +93,9 @@ async fn talk(
                 if code == LOST {
                     return None;
                 }
-                if code == SILENT {
-                    socket.write_all(b"250 so be it\r\n").await.ok()?;
+                if [SILENT, MUTE].contains(&code) {
+                    let answer: &[u8] = if code == SILENT { b"250 so be it\r\n" } else { b"" };
+                    socket.write_all(answer).await.ok()?;
                     while socket.read_line(&mut line).await.ok()? > 0 {}
                     return None;
                 }

@@ -61,9 +61,15 @@ async fn o28_only_the_only_trys_refusal_is_one_and_a_doubt_ends_dead() {
     assert_eq!(dead, Delivery::Dead(u32::try_from(taken.lock().unwrap().len()).unwrap()));
 }
 
-// Shown by: taking every 5xx for a refusal of the e-mail.
+// Shown by: taking every 5xx for a refusal of the e-mail; leaving out the credentials.
 #[tokio::test]
 async fn o28_credentials_that_a_server_does_not_take_refuse_no_e_mail() {
+    let (url, taken) = smtp_at("AUTH", &[534, 535]).await;
+    let url = url.replace("smtp://", "smtp://shop:right@");
+    let service = start(EmailTransport::smtp(&url).unwrap(), settings()).await;
+    assert_eq!(service.outcome(Uuid::now_v7(), email(TO, "Receipt")).await, 200);
+    assert_eq!(taken.lock().unwrap().len(), 1);
+    // Some servers refuse us only at the end.
     let (url, taken) = smtp(&[534, 535]).await;
     let service = start(EmailTransport::smtp(&url).unwrap(), settings()).await;
     assert_eq!(service.outcome(Uuid::now_v7(), email(TO, "Receipt")).await, 200);
