@@ -28,6 +28,6 @@ pub use self::{
     programs::{
         ConsumerArgs, PublisherArgs, configured_consumer, consumer, plain_publisher, program_commands, publisher, start,
     },
-    publisher::run_publisher_with,
+    publisher::{close, ready, run_publisher_with},
     signals::stop_on_signals,
 };

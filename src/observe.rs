@@ -245,9 +245,10 @@ pub(crate) fn lost_records(topic: &str, count: u64) {
     counter!(LOST_RECORDS, "topic" => topic.to_owned()).increment(count);
 }
 
-/// Counts a try of an e-mail under the word of its resulting state.
-pub(crate) fn email(outcome: &'static str) {
-    counter!(EMAILS, "outcome" => outcome).increment(1);
+/// Counts tries of e-mails under the word of their resulting state. A sender begins with 0 of each,
+/// so that they have a rate from its first e-mail.
+pub(crate) fn emails(outcome: &'static str, count: u64) {
+    counter!(EMAILS, "outcome" => outcome).increment(count);
 }
 
 #[cfg(all(test, feature = "metrics", feature = "operations"))]

@@ -215,6 +215,7 @@ create table if not exists oncebox_email (
   due_at     datetime(6)    null     comment 'a pending row is sent from then on, UTC; null: sent or failed',
   lease      binary(16)     null     comment 'token of the sender that has it now; until due_at',
   attempts   int unsigned   not null comment 'tries counted',
+  possibly_sent int unsigned not null default 0 comment 'tries that may each have arrived: their answer was lost, or their sender died',
   error      text character set utf8mb4 collate utf8mb4_bin null comment 'what the last try said',
   created_at datetime(6)    not null comment 'when it was stored, UTC',
   settled_at datetime(6)    null     comment 'when it was sent or refused for good, UTC',

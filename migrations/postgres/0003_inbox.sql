@@ -240,6 +240,7 @@ create table oncebox.email (
   body        text not null,
   state       text not null default 'pending',
   attempts    integer not null default 0,
+  possibly_sent integer not null default 0,
   due_at      timestamptz default clock_timestamp(),
   lease       uuid,
   error       text,
@@ -261,6 +262,7 @@ comment on column oncebox.email.subject is 'subject line';
 comment on column oncebox.email.body is 'plain text body';
 comment on column oncebox.email.state is 'pending, sent, or failed: refused for good';
 comment on column oncebox.email.attempts is 'tries counted';
+comment on column oncebox.email.possibly_sent is 'tries that may each have arrived: their answer was lost, or their sender died';
 comment on column oncebox.email.due_at is 'tried from then on, and a lease ends then; null once settled';
 comment on column oncebox.email.lease is 'token of the sender that tries it now';
 comment on column oncebox.email.error is 'what the server last said';

@@ -22,13 +22,14 @@ create index oncebox_audit_message_id on oncebox_audit (message_id);
 
 -- E-mails, committed together with the effect that they tell of.
 create table oncebox_email (
-    email_id   integer primary key autoincrement,      -- order of sending
+    email_id   integer primary key autoincrement,      -- row number
     unique_key text not null unique,                   -- one row for each effect; the Message-ID is made from it
     recipient  text not null,                          -- address
     subject    text not null,                          -- subject line
     body       text not null,                          -- plain text
     state      text not null default 'pending',        -- pending, sent, failed
     attempts   integer not null default 0,             -- tries
+    possibly_sent integer not null default 0,          -- tries that may each have arrived: their answer was lost, or their sender died
     due_at     integer,                                -- pending: when it is tried next, or its lease ends
     lease      blob,                                   -- who sends it: a random token of 16 bytes
     error      text,                                   -- what the server said last

@@ -23,12 +23,13 @@ const INBOX_EVERY: Duration = Duration::from_secs(60);
 
 /// Keeps the gauges of one database up to date; it does not end.
 pub async fn keep_gauges(store: Arc<dyn Duties>) {
-    let read_at = Mutex::new(Instant::now());
+    // Before the first read there is no age, and its absence says that nothing was read.
+    let read_at = Mutex::new(None::<Instant>);
     let read_at = || read_at.lock();
     let ages = async {
         loop {
-            let age = read_at().elapsed();
-            observe::status_stands(age);
+            let age = read_at().map(|at| at.elapsed());
+            age.into_iter().for_each(observe::status_stands);
             tokio::time::sleep(EVERY).await;
         }
     };
@@ -50,7 +51,8 @@ pub async fn keep_gauges(store: Arc<dyn Duties>) {
             match read {
                 Ok(status) => {
                     shown.show(&status);
-                    *read_at() = began;
+                    *read_at() = Some(began);
+                    observe::status_stands(began.elapsed());
                     last = status;
                 }
                 Err(error) => tracing::debug!(%error, "the status could not be read"),
@@ -103,5 +105,44 @@ impl Shown {
             observe::consumer_stands(gone, observe::ConsumerGauges::default());
         }
         (self.consumers, self.shards) = (consumers, shards);
+    }
+}
+
+#[cfg(all(test, feature = "sqlite"))]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use metrics_exporter_prometheus::PrometheusBuilder;
+
+    use super::*;
+    use crate::store::base::StoreOptions;
+    use crate::store::sqlite::SqliteStore;
+    use crate::store::{Base as _, Schema as _, Store as _};
+
+    /// Shown by: an age that counts from the start of the process. The alert for a process that has
+    /// never read its tables asks for the absence of the metric, and was silent.
+    #[tokio::test]
+    async fn before_the_first_read_there_is_no_age_of_it() {
+        let directory = tempfile::tempdir().unwrap();
+        let url = format!("sqlite://{}", directory.path().join("app.db").display());
+        let store = SqliteStore::connect(&StoreOptions { create: true, ..StoreOptions::new(url) }).await.unwrap();
+        let recorder = PrometheusBuilder::new().build_recorder();
+        let shown = recorder.handle();
+        let _recorder = metrics::set_default_local_recorder(&recorder);
+        let is_shown = || shown.render().contains("oncebox_status_age_seconds");
+        let gauges = keep_gauges(store.clone().into_duties());
+        tokio::pin!(gauges);
+        // There are no tables yet, so each read fails.
+        let _ = tokio::time::timeout(EVERY + EVERY / 2, &mut gauges).await;
+        assert!(!is_shown());
+        store.migrate().await.unwrap();
+        let read = async {
+            while !is_shown() {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        let within = tokio::time::timeout(Duration::from_secs(90), async {
+            tokio::select! { () = read => {}, () = &mut gauges => {} }
+        });
+        within.await.unwrap();
     }
 }

@@ -183,8 +183,12 @@ async fn shards(
     Wait::new("database", waits).until(&name, is_away, || store.shards()).await
 }
 
-/// Checks the schema and everything that the promises rely on. Waits for a database that is away.
-pub(super) async fn ready<S: Store>(store: &S, settings: &Settings, waits: Waits<'_>) -> Result<(), AppError> {
+/// Checks the schema and everything that the promises rely on. Waits for a database that is away,
+/// or is a standby.
+///
+/// # Errors
+/// An error that a person must repair, or the stop came first.
+pub async fn ready<S: Store>(store: &S, settings: &Settings, waits: Waits<'_>) -> Result<(), AppError> {
     let name = redact(&settings.database.url.0);
     let mut wait = Wait::new("database", waits);
     let findings = loop {
@@ -228,7 +232,8 @@ pub(super) fn owner_name() -> String {
     format!("{host}/{}/{:08x}", std::process::id(), fastrand::u32(..))
 }
 
-pub(super) async fn close<S: Store>(store: &S) {
+/// Closes the connections, without waiting for a server that is silent.
+pub async fn close<S: Store>(store: &S) {
     if tokio::time::timeout(CLOSE_MAX, store.close()).await.is_err() {
         tracing::debug!("the database did not answer when its connections were closed");
     }

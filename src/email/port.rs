@@ -30,6 +30,8 @@ pub struct EmailToSend {
     pub body: String,
     /// The number of this try, from 1.
     pub attempt: u32,
+    /// How many earlier tries may each have arrived.
+    pub possibly_sent: u32,
 }
 
 /// How a try to send an e-mail ended.
@@ -43,9 +45,16 @@ pub enum EmailOutcome {
         after: Duration,
         /// What the server said.
         error: String,
+        /// How many tries may each have arrived, with this one.
+        possibly_sent: u32,
     },
     /// Refused for good, or given up.
-    Failed(String),
+    Failed {
+        /// What the server said.
+        error: String,
+        /// How many tries may each have arrived, with this one.
+        possibly_sent: u32,
+    },
     /// Given back at once, and the try is not counted: no e-mail can be sent now, the lease may end
     /// during the sending, or the process stops.
     NotTried,
@@ -54,14 +63,15 @@ pub enum EmailOutcome {
 /// Duty: the e-mail rows.
 #[async_trait]
 pub trait Mailbox: Debug + Send + Sync {
-    /// Leases at most `limit` rows that are due, and counts the try. If the answer was lost, call
-    /// [`Mailbox::give_back_emails`].
+    /// Leases at most `limit` rows that are due, and counts the try, also as one that may have
+    /// arrived, until it is settled. If the answer was lost, call [`Mailbox::give_back_emails`].
     async fn lease_emails(&self, limit: usize, lease: &RowLease) -> Result<Vec<EmailToSend>, StoreError>;
 
     /// Ends this lease on all its rows without counting the try, and returns their number (G10).
     async fn give_back_emails(&self, lease: &RowLease) -> Result<u64, StoreError>;
 
-    /// Records how a try ended; false where the lease is not ours any more.
+    /// Records how a try ended; false where the lease is not ours any more. What was sent has no
+    /// error.
     async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError>;
 
     /// Blanks recipient, subject, body and error of up to `rows_max` e-mails that were sent at

@@ -5,14 +5,22 @@
 //! because it is unknown whether the server accepted the first one, and SMTP has no query. With
 //! files the second attempt replaces the file, so the e-mail exists exactly once.
 //!
+//! Several e-mails are sent at once, each in a dialogue of its own. An e-mail whose attempt took
+//! long waits long for its next one. So a recipient for whom the server gives no answer delays the
+//! e-mails to others only while every dialogue has such a recipient.
+//!
 //! The state of a row is named with the words of [`Delivery`] (O28), in the metric and in the row's
-//! error. A row stores the number of its attempts, not their results. So each earlier attempt
-//! counts as one that may have arrived, and `possibly sent N times` is an upper bound.
+//! error. A row stores how many of its attempts may have arrived: those whose answer was lost, and
+//! those whose sender died.
 
 use std::collections::VecDeque;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::StreamExt;
+use futures_util::future::BoxFuture;
+use futures_util::stream::FuturesUnordered;
 use lettre::message::Mailbox as Address;
 use tokio_util::sync::CancellationToken;
 
@@ -71,12 +79,16 @@ pub struct Sender {
     health: Health,
 }
 
-/// Rows that are leased together: two, because the lease must last longer than sending all of
-/// them. Otherwise another sender would lease the last ones and send them a second time.
-const BATCH: usize = 2;
+/// How many e-mails are sent at once. A server that allows fewer connections is asked for fewer.
+const DIALOGUES: usize = 8;
+/// How long a sender keeps to the number of dialogues that the server allowed.
+const NARROW: Duration = Duration::from_secs(60);
 const SENDING: Duration = Duration::from_secs(25);
-/// A lease lasts longer than sending all rows that were leased together. After it, the rows of a
-/// sender that died can be leased again.
+/// After an attempt, the e-mail waits at least this many times as long as the attempt took. So it
+/// uses at most a sixteenth of the time of one dialogue.
+const REST: u32 = 15;
+/// A lease lasts longer than a dialogue. After it, the rows of a sender that died can be leased
+/// again.
 const LEASE: Duration = Duration::from_secs(60);
 /// How long a stop waits to release leased rows.
 const GIVE_BACK: Duration = Duration::from_secs(5);
@@ -87,15 +99,78 @@ const BETWEEN_PAGES: Duration = Duration::from_millis(50);
 const FORGET_EVERY: Duration = Duration::from_secs(60);
 const PART: &str = "e-mail sender";
 
-/// The rows that a sender has leased and not settled.
-#[derive(Debug, Default)]
-struct Hand {
-    leased: VecDeque<EmailToSend>,
-    leased_at: Option<Since>,
+/// An e-mail whose dialogue ended. An error says why no e-mail can be sent now.
+type Ended = (Arc<EmailToSend>, Result<EmailOutcome, String>);
+
+/// The rows that a sender has leased and not settled, and what it knows of its server.
+#[derive(Default)]
+struct Hand<'s> {
+    dialogues: FuturesUnordered<BoxFuture<'s, Ended>>,
+    /// The results that are not written to the database yet.
+    outcomes: VecDeque<(Arc<EmailToSend>, EmailOutcome)>,
     /// A lease of which the answer was lost.
     in_doubt: Option<RowLease>,
-    /// The result of a sending that is not written to the database yet.
-    outcome: Option<(EmailToSend, EmailOutcome)>,
+    /// The server refused a dialogue beside this many others, and when.
+    narrowed: Option<(usize, Since)>,
+    /// The server refused its only dialogue. Until it takes one again, one e-mail at a time is
+    /// tried.
+    is_away: bool,
+    /// Why it refused its only dialogue, until that is shown.
+    refusal: Option<String>,
+}
+
+impl Hand<'_> {
+    /// How many dialogues there may be now.
+    fn room(&self) -> usize {
+        match self.narrowed {
+            _ if self.is_away => 1,
+            Some((room, at)) if at.elapsed() < NARROW => room,
+            _ => DIALOGUES,
+        }
+    }
+
+    /// Notes how a dialogue ended. Where no e-mail can be sent, the row goes back without a count.
+    fn ended(&mut self, (email, tried): Ended) {
+        let outcome = match tried {
+            Ok(outcome) => {
+                if std::mem::take(&mut self.is_away) {
+                    self.narrowed = None;
+                }
+                outcome
+            }
+            Err(why) => {
+                // Beside others it may be that the server allows no more connections.
+                match self.dialogues.len() {
+                    0 => (self.is_away, self.refusal) = (true, Some(why)),
+                    others => self.narrowed = Some((others, Since::now())),
+                }
+                EmailOutcome::NotTried
+            }
+        };
+        if let EmailOutcome::Again { error, .. } | EmailOutcome::Failed { error, .. } = &outcome {
+            tracing::warn!(email = email.email_id, attempt = email.attempt, %error, "an attempt to send an e-mail failed");
+        }
+        self.outcomes.push_back((email, outcome));
+    }
+
+    /// Waits for this while the dialogues go on.
+    async fn beside<T>(&mut self, work: impl Future<Output = T>) -> T {
+        let mut work = pin!(work);
+        loop {
+            tokio::select! {
+                done = &mut work => return done,
+                Some(ended) = self.dialogues.next() => self.ended(ended),
+            }
+        }
+    }
+
+    /// Waits for this, or until a dialogue has ended.
+    async fn or_an_end<T>(&mut self, work: impl Future<Output = T>) {
+        tokio::select! {
+            _ = work => {}
+            Some(ended) = self.dialogues.next() => self.ended(ended),
+        }
+    }
 }
 
 enum Step {
@@ -132,6 +207,9 @@ impl Sender {
     /// Message-ID.
     pub async fn run(&self, stop: CancellationToken) -> Result<(), StoreError> {
         self.health.set(PART, PartState::Starting);
+        for state in Delivery::EACH {
+            observe::emails(state.word(), 0);
+        }
         let ends = stop.child_token();
         let sending = async {
             let end = self.send_all(&stop).await;
@@ -187,54 +265,56 @@ impl Sender {
         let mut pace = Pace::new(Duration::from_millis(200), Duration::from_secs(5));
         // Each try may be a login that a server counts as failed.
         let mut away_pace = Pace::new(Duration::from_millis(500), Duration::from_secs(60));
-        let mut is_away = false;
         let mut hand = Hand::default();
-        while !stop.is_cancelled() {
-            match self.step(&mut hand, stop).await {
-                Ok(Step::Worked) => {
-                    is_away = false;
+        let mut end = Ok(());
+        while !stop.is_cancelled() && end.is_ok() {
+            let step = self.step(&mut hand, stop).await;
+            match &step {
+                Ok(Step::Idle) if hand.is_away => {
+                    // The rows that were given back may be with another sender.
+                    hand.is_away = !self.store.emails_pending().await.is_ok_and(|pending| pending == 0);
+                    self.health.beat(PART);
+                }
+                Ok(Step::Worked | Step::Idle | Step::Empty) if !hand.is_away => {
                     self.health.set(PART, PartState::Ready);
-                    pace.worked();
                     away_pace.worked();
                 }
+                _ => {}
+            }
+            match step {
+                Ok(Step::Worked) => pace.worked(),
                 Ok(Step::Away(why)) => {
-                    is_away = true;
                     self.health.set(PART, PartState::Waiting(format!("e-mails: {why}")));
                     away_pace.wait(stop).await;
                 }
                 Ok(Step::Idle) => {
-                    // The rows that were given back may be with another sender.
-                    is_away = is_away && !self.store.emails_pending().await.is_ok_and(|pending| pending == 0);
-                    let pause = if is_away {
-                        self.health.beat(PART);
-                        Duration::from_secs(1)
-                    } else {
-                        self.health.set(PART, PartState::Ready);
-                        Duration::from_millis(100)
-                    };
-                    sleep_unless(stop, pause).await;
+                    let pause = Duration::from_millis(if hand.is_away { 1_000 } else { 100 });
+                    hand.or_an_end(sleep_unless(stop, pause)).await;
                 }
-                Ok(Step::Empty) => {
-                    self.health.set(PART, PartState::Ready);
-                    break;
-                }
+                Ok(Step::Empty) => break,
                 Err(error) if error.is_transient() => {
                     self.health.set(PART, PartState::Waiting(format!("database: {error}")));
-                    pace.wait(stop).await;
+                    hand.beside(pace.wait(stop)).await;
                 }
-                Err(error) => return Err(error),
+                Err(error) => end = Err(error),
             }
         }
-        self.release(hand, stop).await;
-        Ok(())
+        self.release(hand).await;
+        end
     }
 
-    /// Settles the e-mail in hand and releases the leased ones. If that does not work within
-    /// [`GIVE_BACK`], the leases expire.
-    async fn release(&self, mut hand: Hand, stop: &CancellationToken) {
+    /// Lets the dialogues end, and settles their e-mails. If that does not work within
+    /// [`GIVE_BACK`] after the last of them, the leases expire.
+    async fn release(&self, mut hand: Hand<'_>) {
+        while let Some(ended) = hand.dialogues.next().await {
+            hand.ended(ended);
+            if let Err(error) = self.settle(&mut hand).await {
+                tracing::debug!(%error, "leased e-mails are not given back yet");
+            }
+        }
         let mut pace = Pace::new(Duration::from_millis(50), Duration::from_millis(500));
         let released = async {
-            while let Err(error) = self.empty(&mut hand, stop).await {
+            while let Err(error) = self.settle(&mut hand).await {
                 tracing::debug!(%error, "leased e-mails are not given back yet");
                 tokio::time::sleep(pace.next_wait()).await;
             }
@@ -242,97 +322,99 @@ impl Sender {
         if tokio::time::timeout(GIVE_BACK, released).await.is_ok() {
             return;
         }
-        match &hand.outcome {
-            Some((email, EmailOutcome::Sent)) => tracing::error!(
+        tracing::warn!("leased e-mails were not given back: their leases run out");
+        for (email, _) in hand.outcomes.iter().filter(|(_, outcome)| *outcome == EmailOutcome::Sent) {
+            tracing::error!(
                 email = email.email_id,
                 "that an e-mail was sent could not be stored before the stop: it may be sent again"
-            ),
-            _ => tracing::warn!("leased e-mails were not given back: their leases run out"),
+            );
         }
     }
 
-    async fn step(&self, hand: &mut Hand, stop: &CancellationToken) -> Result<Step, StoreError> {
-        if let Some(why) = self.empty(hand, stop).await? {
+    async fn step<'s>(&'s self, hand: &mut Hand<'s>, stop: &CancellationToken) -> Result<Step, StoreError> {
+        self.settle(hand).await?;
+        if let Some(why) = hand.refusal.take() {
             return Ok(Step::Away(why));
         }
-        if stop.is_cancelled() {
+        let free = hand.room().saturating_sub(hand.dialogues.len());
+        if free == 0 {
+            hand.or_an_end(std::future::pending::<()>()).await;
             return Ok(Step::Worked);
         }
-        if let Some(lease) = &hand.in_doubt {
-            self.store.give_back_emails(lease).await?;
-            hand.in_doubt = None;
-        }
         // Taken before the lease begins by the database's clock.
-        hand.leased_at = Some(Since::now());
+        let leased_at = Since::now();
         let lease = RowLease::new(LEASE);
         hand.in_doubt = Some(lease);
-        hand.leased = self.store.lease_emails(BATCH, &lease).await?.into();
+        let leased = hand.beside(self.store.lease_emails(free, &lease)).await?;
         hand.in_doubt = None;
-        if !hand.leased.is_empty() {
-            return Ok(self.empty(hand, stop).await?.map_or(Step::Worked, Step::Away));
+        if leased.is_empty() {
+            let empty = self.options.until_empty && hand.beside(self.store.emails_pending()).await? == 0;
+            return Ok(if empty { Step::Empty } else { Step::Idle });
         }
-        let empty = self.options.until_empty && self.store.emails_pending().await? == 0;
-        Ok(if empty { Step::Empty } else { Step::Idle })
+        // A lease that may expire during the sending is not used, because another sender would send
+        // the e-mail too.
+        let stands = leased_at.elapsed() + SENDING < LEASE && !stop.is_cancelled();
+        for email in leased.into_iter().map(Arc::new) {
+            if stands {
+                hand.dialogues.push(Box::pin(async move {
+                    let tried = self.send(&email).await;
+                    (email, tried)
+                }));
+            } else {
+                hand.outcomes.push_back((email, EmailOutcome::NotTried));
+            }
+        }
+        Ok(Step::Worked)
     }
 
-    /// Sends the leased rows one after the other, and settles each before the next. If the
+    /// Writes what became of e-mails, and ends a lease of which the answer was lost. If the
     /// database goes away meanwhile, the result is kept and written later, so the e-mail is not
-    /// sent a second time (G10). Where no e-mail can be sent, the rows go back without a count, and
-    /// the reason is returned.
-    async fn empty(&self, hand: &mut Hand, stop: &CancellationToken) -> Result<Option<String>, StoreError> {
-        let mut away = None;
-        loop {
-            if let Some((email, outcome)) = &hand.outcome {
-                if !self.store.settle_email(email, outcome).await? {
-                    tracing::warn!(
-                        email = email.email_id,
-                        "an e-mail was settled before, or another sender took it in the meantime"
-                    );
-                }
-                hand.outcome = None;
+    /// sent a second time (G10).
+    async fn settle(&self, hand: &mut Hand<'_>) -> Result<(), StoreError> {
+        while let Some((email, outcome)) = hand.outcomes.front().cloned() {
+            if !hand.beside(self.store.settle_email(&email, &outcome)).await? {
+                tracing::warn!(
+                    email = email.email_id,
+                    "an e-mail was settled before, or another sender took it in the meantime"
+                );
             }
-            let Some(email) = hand.leased.pop_front() else { return Ok(away) };
-            // A lease that may expire during the sending is not used, because another sender would
-            // send the e-mail too.
-            let stands = hand.leased_at.is_some_and(|at| at.elapsed() + SENDING < LEASE);
-            let outcome = if stands && away.is_none() && !stop.is_cancelled() {
-                self.send(&email).await.unwrap_or_else(|why| {
-                    away = Some(why);
-                    EmailOutcome::NotTried
-                })
-            } else {
-                EmailOutcome::NotTried
-            };
-            if let EmailOutcome::Again { error, .. } | EmailOutcome::Failed(error) = &outcome {
-                tracing::warn!(email = email.email_id, attempt = email.attempt, %error, "an attempt to send an e-mail failed");
-            }
-            hand.outcome = Some((email, outcome));
+            hand.outcomes.pop_front();
         }
+        if let Some(lease) = hand.in_doubt {
+            hand.beside(self.store.give_back_emails(&lease)).await?;
+            hand.in_doubt = None;
+        }
+        Ok(())
     }
 
     /// Sends one e-mail once. An error says why none can be sent now.
     async fn send(&self, email: &EmailToSend) -> Result<EmailOutcome, String> {
-        let message_id = message_id(&email.unique_key);
+        let (message_id, began) = (message_id(&email.unique_key), Since::now());
         let tried = match compose(&self.from, &message_id, &email.recipient, &email.subject, &email.body) {
             Ok(message) => self.transport.carry(&message_id, message.envelope(), &message.formatted(), SENDING).await,
             Err(error) => Err(Failure { error, means: Means::Refused }),
         };
         // A file is replaced, so it exists once or not at all.
-        let before = if self.transport.replaces() { 0 } else { email.attempt.saturating_sub(1) };
+        let before = if self.transport.replaces() { 0 } else { email.possibly_sent };
         let (state, failure) = match tried {
             Ok(()) => (Delivery::Sent, None),
             Err(Failure { error, means: Means::Away }) => return Err(error),
             Err(failure) => (failure.state(before, email.attempt >= self.options.attempts_max), Some(failure)),
         };
-        observe::email(state.word());
+        observe::emails(state.word(), 1);
         let Some(Failure { error, .. }) = failure else { return Ok(EmailOutcome::Sent) };
-        let error = format!("{state}: {error}");
+        let (error, possibly_sent) = (format!("{state}: {error}"), state.doubtful());
         if matches!(state, Delivery::Refused | Delivery::Dead(_)) {
-            return Ok(EmailOutcome::Failed(error));
+            return Ok(EmailOutcome::Failed { error, possibly_sent });
         }
-        let after = Duration::from_secs(1 << email.attempt.min(10)).mul_f64(0.5 + fastrand::f64() / 2.0);
-        Ok(EmailOutcome::Again { after, error })
+        Ok(EmailOutcome::Again { after: rest(email.attempt, began.elapsed()), error, possibly_sent })
     }
+}
+
+/// How long an e-mail waits for its next attempt, after this attempt that took so long.
+fn rest(attempt: u32, took: Duration) -> Duration {
+    let backoff = Duration::from_secs(1 << attempt.min(10)).mul_f64(0.5 + fastrand::f64() / 2.0);
+    backoff.max(took * REST)
 }
 
 impl Failure {
@@ -350,9 +432,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn e_mails_that_were_leased_together_are_sent_before_their_lease_runs_out() {
-        // With a larger batch another sender would send the last ones too.
-        assert!(SENDING * u32::try_from(BATCH).unwrap_or(u32::MAX) < LEASE);
+    fn an_e_mail_waits_longer_the_longer_its_attempt_took() {
+        for attempt in 1..=20 {
+            assert!(rest(attempt, Duration::ZERO) <= Duration::from_secs(1_024));
+            assert!(rest(attempt, SENDING) >= SENDING * 15);
+        }
     }
 
     // Shown by: calling a refusal of the second attempt refused; counting a refused attempt as one

@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used)]
 
 #[path = "../support/observed.rs"]
+#[allow(dead_code)] // its part
 mod hearing;
 #[path = "../store_mysql/fixture.rs"]
 #[allow(dead_code)]

@@ -274,9 +274,16 @@ async fn o25_a_check_on_a_lost_connection_is_followed_by_one_on_a_new_connection
 async fn a_wrong_password_is_refused() {
     let Some(server) = Server::start("a_wrong_password_is_refused", &[]).await else { return };
     server.set("requirepass", "right").await;
-    for login in ["", ":wrong@", "nobody:right@"] {
-        let refused = RedisKeys::connect(server.at(format!("redis://{login}127.0.0.1:{}", server.port))).await;
-        assert!(matches!(refused, Err(StoreError::Refused(_))), "{login}: {refused:?}");
+    let at = |login: &str| format!("redis://{login}127.0.0.1:{}", server.port);
+    for (login, words) in [
+        ("", [at(""), "asks for a password".to_owned()]),
+        (":wrong@", [at(":***@"), "refuses the user or the password".to_owned()]),
+        ("nobody:right@", [at("nobody:***@"), "refuses the user or the password".to_owned()]),
+    ] {
+        let refused = RedisKeys::connect(server.at(at(login))).await.unwrap_err();
+        let said = refused.to_string();
+        let is_said = said.contains("Redis") && words.iter().all(|word| said.contains(word));
+        assert!(matches!(refused, StoreError::Refused(_)) && is_said, "{login}: {said}");
     }
     RedisKeys::connect(server.at(format!("redis://:right@127.0.0.1:{}", server.port))).await.unwrap();
 }
@@ -295,6 +302,8 @@ async fn o25_duplicates_are_suppressed_while_the_server_keeps_its_data_and_a_ser
     for _ in 0..2 {
         let away = store.claim(&claim("other"), Basis::New).await.unwrap_err();
         assert!(matches!(away, StoreError::Unavailable(_)), "{away}");
+        let named = format!("Redis at redis://127.0.0.1:{}: ", server.port);
+        assert!(away.to_string().contains(&named), "{away}");
     }
     server.process = Server::launch(server.port, server.directory.path(), &[]);
     server.serves().await;

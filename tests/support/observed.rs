@@ -56,13 +56,22 @@ pub(crate) fn hear() -> (Heard, Hearing) {
 impl Heard {
     /// The sum of a metric over the lines with these labels.
     pub(crate) fn metric(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
+        self.values(name, labels).iter().sum()
+    }
+
+    /// Whether a metric has a line with these labels, also one that says 0.
+    pub(crate) fn shows(&self, name: &str, labels: &[(&str, &str)]) -> bool {
+        !self.values(name, labels).is_empty()
+    }
+
+    fn values(&self, name: &str, labels: &[(&str, &str)]) -> Vec<f64> {
         let labels: Vec<String> = labels.iter().map(|(label, value)| format!("{label}=\"{value}\"")).collect();
         let text = self.shown.render();
         let lines = text.lines().filter(|line| line.split(['{', ' ']).next() == Some(name));
         let has =
             |line: &&str, label: &String| ["{", ","].iter().any(|before| line.contains(&format!("{before}{label}")));
         let ours = lines.filter(|line| labels.iter().all(|label| has(line, label)));
-        ours.map(|line| line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap()).sum()
+        ours.map(|line| line.rsplit_once(' ').unwrap().1.parse::<f64>().unwrap()).collect()
     }
 
     /// All that was said.

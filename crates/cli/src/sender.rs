@@ -4,9 +4,9 @@ use std::net::SocketAddr;
 
 use clap::Args;
 
-use super::common::{CommonArgs, require_schema};
+use super::common::CommonArgs;
 use oncebox::app::config::Settings;
-use oncebox::app::{AppError, start};
+use oncebox::app::{AppError, close, ready, start};
 use oncebox::observe::Health;
 use oncebox::sender::{EmailTransport, Sender, SenderOptions};
 use oncebox::store::Store;
@@ -37,7 +37,7 @@ async fn send<S: Store>(
     health: Health,
     stop: &tokio_util::sync::CancellationToken,
 ) -> Result<(), AppError> {
-    require_schema(&store, settings).await?;
+    ready(&store, settings, Some((stop, &health))).await?;
     let email = &settings.email;
     let transport = match &email.smtp_url {
         Some(url) => EmailTransport::smtp(&url.0).map_err(AppError::usage)?,
@@ -51,7 +51,7 @@ async fn send<S: Store>(
         ..SenderOptions::new(email.from.clone())
     };
     let sender = Sender::new(store.clone(), transport, options, health).map_err(AppError::usage)?;
-    sender.run(stop.clone()).await?;
-    store.close().await;
-    Ok(())
+    let sent = sender.run(stop.clone()).await;
+    close(&store).await;
+    Ok(sent?)
 }

@@ -454,6 +454,7 @@ macro_rules! store_conformance {
                 an_email_goes_with_its_transaction,
                 emails_are_leased_once_and_settled,
                 an_interrupted_email_is_leased_again_under_the_same_key,
+                o28_a_row_says_how_many_tries_may_have_arrived,
                 r22_a_lease_of_an_email_that_ends_later_than_any_lease_can_is_over,
                 g11_an_email_that_was_settled_is_blanked_and_then_its_key_forgotten,
             ];

@@ -40,6 +40,19 @@ impl Delivery {
         }
     }
 
+    /// Each state once, to show all labels.
+    #[cfg(feature = "email")]
+    pub(crate) const EACH: [Self; 5] = [Self::Waiting, Self::PossiblySent(0), Self::Sent, Self::Refused, Self::Dead(0)];
+
+    /// How many tries may each have arrived, of what is neither sent nor refused.
+    #[cfg(feature = "email")]
+    pub(crate) fn doubtful(self) -> u32 {
+        match self {
+            Self::PossiblySent(count) | Self::Dead(count) => count,
+            Self::Waiting | Self::Sent | Self::Refused => 0,
+        }
+    }
+
     /// The word without its number, for labels.
     pub(crate) fn word(self) -> &'static str {
         match self {

@@ -109,7 +109,7 @@ impl RedisKeys {
         if done.as_ref().is_err_and(|error| is_lost(error) || error.code() == Some(REPLICA)) {
             used.is_left.store(true, Ordering::Relaxed);
         }
-        done.map_err(store_error)
+        done.map_err(|error| self.store_error(error))
     }
 
     /// The connection of all calls, made anew where the last one was left.
@@ -122,9 +122,41 @@ impl RedisKeys {
         let timeout = Some(self.options.answer_timeout);
         let config = AsyncConnectionConfig::new().set_connection_timeout(timeout).set_response_timeout(timeout);
         let made = self.client.get_multiplexed_async_connection_with_config(&config).await;
-        let mut connection = made.map_err(store_error)?;
-        self.trust(&mut connection).await.map_err(store_error)??;
+        let mut connection = made.map_err(|error| self.store_error(error))?;
+        self.trust(&mut connection).await.map_err(|error| self.store_error(error))??;
         Ok(slot.insert(Trusted { connection, is_left: Arc::default() }).clone())
+    }
+
+    /// Maps an error of Redis. After a lost connection it is unknown whether the script ran.
+    fn store_error(&self, error: RedisError) -> StoreError {
+        /// The server is reachable but cannot serve now.
+        const WAIT: [&str; 9] =
+            [REPLICA, "LOADING", "MASTERDOWN", "OOM", "BUSY", "MISCONF", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN"];
+        let server = format!("Redis at {}", redact(&self.options.url));
+        // The text of rustls; the client keeps nothing else of that error.
+        if error.to_string().contains("invalid peer certificate") {
+            return StoreError::Refused(format!(
+                "the certificate of {server} is not trusted ({error}); set `ca_file` to its authority, and use the host \
+                 name that stands in it"
+            ));
+        }
+        // Redis says WRONGPASS, but the client does not pass it on.
+        if error.kind() == redis::ErrorKind::AuthenticationFailed {
+            return StoreError::Refused(format!(
+                "{server} refuses the user or the password in the URL ({error}): correct them"
+            ));
+        }
+        if matches!(error.kind(), redis::ErrorKind::UnexpectedReturnType | redis::ErrorKind::Parse) {
+            return StoreError::Corrupt(format!("an answer of {server}: {error}"));
+        }
+        let said = format!("{server}: {error}");
+        match error.code() {
+            Some("NOAUTH") => StoreError::Refused(format!("{server} asks for a password: put it into the URL")),
+            Some("WRONGPASS" | "NOPERM") => StoreError::Refused(said),
+            Some(code) if WAIT.contains(&code) => StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(said))),
+            _ if is_lost(&error) => StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(said))),
+            _ => StoreError::Other(sqlx::Error::Protocol(said)),
+        }
     }
 }
 
@@ -158,35 +190,4 @@ const REPLICA: &str = "READONLY";
 /// Whether the connection cannot be used again.
 fn is_lost(error: &RedisError) -> bool {
     error.is_io_error() || error.is_unrecoverable_error()
-}
-
-/// Maps an error of Redis. After a lost connection it is unknown whether the script ran.
-fn store_error(error: RedisError) -> StoreError {
-    /// The server is reachable but cannot serve now.
-    const WAIT: [&str; 9] =
-        [REPLICA, "LOADING", "MASTERDOWN", "OOM", "BUSY", "MISCONF", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN"];
-    /// A person must change something.
-    const REFUSED: [&str; 3] = ["NOAUTH", "WRONGPASS", "NOPERM"];
-    // The text of rustls; the client keeps nothing else of that error.
-    if error.to_string().contains("invalid peer certificate") {
-        return StoreError::Refused(format!(
-            "the certificate of Redis is not trusted ({error}); set `ca_file` to its authority, and use the host name that \
-             stands in it"
-        ));
-    }
-    // Redis says WRONGPASS, but the client does not pass it on.
-    if error.kind() == redis::ErrorKind::AuthenticationFailed {
-        return StoreError::Refused(format!(
-            "Redis refuses the user or the password in the URL ({error}): correct them"
-        ));
-    }
-    if matches!(error.kind(), redis::ErrorKind::UnexpectedReturnType | redis::ErrorKind::Parse) {
-        return StoreError::Corrupt(format!("an answer of Redis: {error}"));
-    }
-    match error.code() {
-        Some(code) if WAIT.contains(&code) => StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(error))),
-        Some(code) if REFUSED.contains(&code) => StoreError::Refused(error.to_string()),
-        _ if is_lost(&error) => StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(error))),
-        _ => StoreError::Other(sqlx::Error::Protocol(error.to_string())),
-    }
 }

@@ -21,7 +21,7 @@ use crate::time::bound::LONGEST;
 /// SQLite each of the two conditions is a query of its own, which
 /// reads only a part of the index; with `or` all pending rows would be read.
 pub(in crate::store) const DUE: &str = "\
-    select e.email_id, e.unique_key, e.recipient, e.subject, e.body, e.attempts \
+    select e.email_id, e.unique_key, e.recipient, e.subject, e.body, e.attempts, e.possibly_sent \
       from oncebox.email e {my: force index (email_due)} where \
       {pg: e.state = 'pending' and (e.due_at <= {now} or e.lease is not null and e.due_at > {now} + {span :lease_max})}\
       {my: e.due_at <= {now} or e.lease is not null and e.due_at > {now} + {span :lease_max}}\
@@ -30,15 +30,18 @@ pub(in crate::store) const DUE: &str = "\
            where state = 'pending' and lease is not null and due_at > {now} + {span :lease_max})} \
      order by e.due_at, e.email_id limit :limit {if locks: {lock free}}";
 
-const LEASE: &str = "update oncebox.email set lease = :lease, attempts = attempts + 1, due_at = {now} + {span :length} \
-    where email_id = :email";
+/// A sender that dies leaves the try counted as one that may have arrived.
+const LEASE: &str = "update oncebox.email set lease = :lease, attempts = attempts + 1, \
+    possibly_sent = possibly_sent + 1, due_at = {now} + {span :length} where email_id = :email";
 
 const GIVE_BACK: &str = "update oncebox.email {my: force index (email_due)} set lease = null, due_at = {now}, \
-    attempts = case when attempts > 0 then attempts - 1 else 0 end \
+    attempts = case when attempts > 0 then attempts - 1 else 0 end, \
+    possibly_sent = case when possibly_sent > 0 then possibly_sent - 1 else 0 end \
     where state = 'pending' and due_at is not null and lease = :lease";
 
 const SETTLE: &str = "update oncebox.email set state = :state, lease = null, due_at = {now} + {span :after}, \
-    error = coalesce(:error, error), attempts = attempts - :untried, settled_at = case when :is_settled then {now} end \
+    error = case when :is_sent then null else coalesce(:error, error) end, attempts = attempts - :untried, \
+    possibly_sent = :possibly_sent, settled_at = case when :is_settled then {now} end \
     where email_id = :email and lease = :lease";
 
 const PENDING: &str = "select count(*) from (select 1 from oncebox.email where state = 'pending' and due_at is not null \
@@ -94,6 +97,7 @@ async fn lease(store: &dyn SqlStore, limit: usize, lease: &RowLease) -> Result<V
             subject: row.get(3)?,
             body: row.get(4)?,
             attempt: attempt + 1,
+            possibly_sent: row.get(6)?,
         });
     }
     for email in &emails {
@@ -105,16 +109,19 @@ async fn lease(store: &dyn SqlStore, limit: usize, lease: &RowLease) -> Result<V
 }
 
 fn settled(email: &EmailToSend, outcome: &EmailOutcome) -> Statement {
-    let (state, after, error) = match outcome {
-        EmailOutcome::Sent => ("sent", None, None),
-        EmailOutcome::Again { after, error } => ("pending", Some(*after), Some(error)),
-        EmailOutcome::Failed(error) => ("failed", None, Some(error)),
-        EmailOutcome::NotTried => ("pending", Some(Duration::ZERO), None),
+    let before = email.possibly_sent;
+    let (state, after, error, possibly_sent) = match outcome {
+        EmailOutcome::Sent => ("sent", None, None, before),
+        EmailOutcome::Again { after, error, possibly_sent } => ("pending", Some(*after), Some(error), *possibly_sent),
+        EmailOutcome::Failed { error, possibly_sent } => ("failed", None, Some(error), *possibly_sent),
+        EmailOutcome::NotTried => ("pending", Some(Duration::ZERO), None, before),
     };
     sql(SETTLE)
         .bind("state", state)
         .bind("after", after)
         .bind("error", error.map(|error| error_text(error)))
+        .bind("is_sent", *outcome == EmailOutcome::Sent)
+        .bind("possibly_sent", i64::from(possibly_sent))
         .bind("untried", i64::from(*outcome == EmailOutcome::NotTried))
         .bind("is_settled", after.is_none())
         .bind("email", email.email_id)

@@ -1,5 +1,5 @@
 //! Servers that are away, or do not let us in. What a person runs fails at once and names host and
-//! port; `publisher` and `consumer` wait, say for what, and go on by themselves.
+//! port; `publisher`, `consumer` and `oncebox sender` wait, say for what, and go on by themselves.
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 
@@ -151,15 +151,19 @@ fn programs_wait_visibly_for_a_standby_to_be_promoted() {
     let arguments = ["--listen", "127.0.0.1:0", "--config", &config];
     let mut publisher = place.publisher(&arguments).start();
     let mut consumer = place.consumer(&arguments).start();
+    let mut sender = place.oncebox(&["sender", "--listen", "127.0.0.1:0"]).start();
     publisher.until_ready_says(503, &["database", "waiting", "standby"]);
+    sender.until_ready_says(503, &["database", "waiting", "standby"]);
     consumer.until_ready_says(503, &["database", "waiting", "standby"]);
     place.oncebox(&["doctor"]).run().ends_with(3, &["not there yet"]);
     place.sql("drop function standby.pg_is_in_recovery()");
     publisher.until_ready_says(200, &["relay 0: ready"]);
     consumer.until_ready_says(200, &["consumer ledger: ready"]);
+    sender.until_ready_says(200, &["e-mail sender: ready"]);
     eventually("the payment is in the ledger", || (place.entries() == ["p1"]).then_some(()));
     publisher.stop().ok();
     consumer.stop().ok();
+    sender.stop().ok();
 }
 
 /// The same for a broker; names there are the test's own.

@@ -6,6 +6,10 @@ use super::trial::{LEASE, eventually, moved, new_entry};
 use super::{Connection, Fixture, Trial};
 use oncebox::store::{EmailOutcome, EmailToSend, Enqueue, Inbox, Mailbox, NewEmail, RowLease};
 
+fn failed(error: &str) -> EmailOutcome {
+    EmailOutcome::Failed { error: error.into(), possibly_sent: 0 }
+}
+
 fn email(key: &str) -> NewEmail {
     NewEmail {
         unique_key: key.to_owned(),
@@ -71,8 +75,9 @@ pub async fn emails_are_leased_once_and_settled<F: Fixture>(trial: &Trial<F>) {
     let store = &trial.store;
     assert!(store.settle_email(&leased[0], &EmailOutcome::Sent).await.unwrap());
     assert!(!store.settle_email(&leased[0], &EmailOutcome::Sent).await.unwrap(), "it is settled");
-    assert!(store.settle_email(&leased[1], &EmailOutcome::Failed("550 no such user".into())).await.unwrap());
-    let again = EmailOutcome::Again { after: Duration::from_millis(30), error: "450 busy".into() };
+    assert!(store.settle_email(&leased[1], &failed("550 no such user")).await.unwrap());
+    let (after, error) = (Duration::from_millis(30), "450 busy".to_owned());
+    let again = EmailOutcome::Again { after, error, possibly_sent: 0 };
     assert!(store.settle_email(&leased[2], &again).await.unwrap());
     assert_eq!(store.emails_pending().await.unwrap(), 1);
     let retried =
@@ -104,9 +109,47 @@ pub async fn an_interrupted_email_is_leased_again_under_the_same_key<F: Fixture>
     .await;
     assert_eq!((second.email_id, &second.unique_key, second.attempt), (dead.email_id, &dead.unique_key, 2));
     assert_ne!(second.lease, dead.lease);
-    assert!(!store.settle_email(&dead, &EmailOutcome::Failed("no".into())).await.unwrap());
+    assert!(!store.settle_email(&dead, &failed("no")).await.unwrap());
     assert!(store.settle_email(&second, &EmailOutcome::Sent).await.unwrap());
     assert_eq!(store.emails_pending().await.unwrap(), 0);
+}
+
+/// A try counts as one that may have arrived from its lease on, so that the death of its sender
+/// leaves it counted. What settles or ends the lease says what is so. What was sent keeps the
+/// number, and no error.
+pub async fn o28_a_row_says_how_many_tries_may_have_arrived<F: Fixture>(trial: &Trial<F>) {
+    queue(trial, "k").await;
+    let (store, table) = (&trial.store, trial.table("email"));
+    let stands = async |possibly_sent: u32, attempts: u32| {
+        let row = format!("possibly_sent = {possibly_sent} and attempts = {attempts}");
+        assert_eq!(trial.number(&format!("select count(*) from {table} where {row}")).await, 1, "{row}");
+    };
+    let lease = async |length: Duration| {
+        eventually("it is leased", || async { store.lease_emails(1, &RowLease::new(length)).await.unwrap().pop() })
+            .await
+    };
+    let again = |possibly_sent| EmailOutcome::Again { after: Duration::ZERO, error: "450 busy".into(), possibly_sent };
+    let first = lease(LEASE).await;
+    assert_eq!(first.possibly_sent, 0);
+    stands(1, 1).await;
+    assert!(store.settle_email(&first, &again(0)).await.unwrap());
+    stands(0, 1).await;
+    let died = lease(Duration::from_millis(30)).await;
+    assert_eq!(died.possibly_sent, 0);
+    let third = lease(LEASE).await;
+    assert_eq!(third.possibly_sent, 1, "the try whose sender died");
+    stands(2, 3).await;
+    assert!(store.settle_email(&third, &EmailOutcome::NotTried).await.unwrap());
+    stands(1, 2).await;
+    let doubt = RowLease::new(LEASE);
+    assert_eq!(store.lease_emails(1, &doubt).await.unwrap().len(), 1);
+    assert_eq!(store.give_back_emails(&doubt).await.unwrap(), 1);
+    stands(1, 2).await;
+    assert!(store.settle_email(&lease(LEASE).await, &again(2)).await.unwrap());
+    stands(2, 3).await;
+    assert!(store.settle_email(&lease(LEASE).await, &EmailOutcome::Sent).await.unwrap());
+    stands(2, 4).await;
+    assert_eq!(trial.number(&format!("select count(*) from {table} where error is null")).await, 1);
 }
 
 /// The clock was a day ahead when the lease was made.
@@ -116,7 +159,7 @@ pub async fn r22_a_lease_of_an_email_that_ends_later_than_any_lease_can_is_over<
     assert_eq!(store.lease_emails(1, &RowLease::new(LEASE)).await.unwrap().len(), 1);
     queue(trial, "tried").await;
     let tried = store.lease_emails(1, &RowLease::new(LEASE)).await.unwrap().remove(0);
-    let later = EmailOutcome::Again { after: LEASE, error: "450 busy".into() };
+    let later = EmailOutcome::Again { after: LEASE, error: "450 busy".into(), possibly_sent: 0 };
     assert!(store.settle_email(&tried, &later).await.unwrap());
     trial.run(&format!("update {} set due_at = {}", trial.table("email"), moved::<F>("due_at", 86_400))).await;
     let again: Vec<_> = store.lease_emails(9, &RowLease::new(LEASE)).await.unwrap();
@@ -128,9 +171,8 @@ pub async fn r22_a_lease_of_an_email_that_ends_later_than_any_lease_can_is_over<
 /// that is forgotten too. What is pending, or was settled later, stays whole.
 pub async fn g11_an_email_that_was_settled_is_blanked_and_then_its_key_forgotten<F: Fixture>(trial: &Trial<F>) {
     let store = &trial.store;
-    let failed = || EmailOutcome::Failed("550 no such user".into());
     let sent = || EmailOutcome::Sent;
-    for (key, outcome) in [("failed", failed()), ("1", sent()), ("2", sent()), ("3", sent())] {
+    for (key, outcome) in [("failed", failed("550 no such user")), ("1", sent()), ("2", sent()), ("3", sent())] {
         queue(trial, key).await;
         let leased = store.lease_emails(1, &RowLease::new(LEASE)).await.unwrap().remove(0);
         assert!(store.settle_email(&leased, &outcome).await.unwrap());
