@@ -56,8 +56,12 @@ pub(crate) enum Deployment {
     Database,
 }
 
-fn deployment(text: &str) -> Result<Deployment, uuid::Error> {
-    if text == "database" { Ok(Deployment::Database) } else { text.parse().map(Deployment::Id) }
+fn deployment(text: &str) -> Result<Deployment, &'static str> {
+    match text.parse() {
+        Ok(id) => Ok(Deployment::Id(id)),
+        Err(_) if text == "database" => Ok(Deployment::Database),
+        Err(_) => Err("give a UUID, or `database`"),
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

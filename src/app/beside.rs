@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::config::Settings;
 use super::connect::AnyBroker;
-use super::exit::AppError;
+use super::exit::{AppError, Exit};
 use super::gauges::keep_gauges;
 use crate::error::{BrokerError, redact};
 use crate::store::Duties;
@@ -75,11 +75,20 @@ impl Beside {
         }
     }
 
-    /// Cancels all parts, stops the gauges, and returns how the first look ended.
-    pub(super) async fn end(mut self) -> Result<(), AppError> {
+    /// Cancels all parts, stops the gauges, and returns how the program ends. The error of the
+    /// first look goes before that of the parts, which end for it: theirs is logged then.
+    pub(super) async fn end(mut self, outcome: Result<(), AppError>) -> Result<(), AppError> {
         self.all.cancel();
         self.gauges.shutdown().await;
-        self.first_look.await.unwrap_or_else(|error| Err(unexpectedly("the first look at the broker", &error)))
+        let looked = (&mut self.first_look).await;
+        let looked = looked.unwrap_or_else(|error| Err(unexpectedly("the first look at the broker", &error)));
+        let (mut ended, outcome) = if looked.is_ok() { (outcome, Ok(())) } else { (looked, outcome) };
+        if let Err(error) = outcome
+            && error.exit != Exit::Done
+        {
+            self.ends_with(&mut ended, error);
+        }
+        ended
     }
 }
 
@@ -142,12 +151,16 @@ mod tests {
         let all = CancellationToken::new();
         let looked = of(&all, or_end(&all, async { std::panic::panic_any("a fault") }));
         tokio::time::timeout(std::time::Duration::from_secs(60), all.cancelled()).await.expect("it ends all");
-        assert!(looked.end().await.is_err_and(|error| error.message.contains("first look")));
+        let ended = looked.end(Err(AppError::failed("a part"))).await;
+        assert!(ended.is_err_and(|error| error.message.contains("first look")));
         let all = CancellationToken::new();
         let looked = or_end(&all, async { Ok(()) });
         while !looked.is_finished() {
             tokio::task::yield_now().await;
         }
-        assert!(!all.is_cancelled() && of(&all, looked).end().await.is_ok());
+        assert!(!all.is_cancelled() && of(&all, looked).end(Ok(())).await.is_ok());
+        let nothing_found = of(&all, or_end(&all, async { Ok(()) }));
+        let ended = nothing_found.end(Err(AppError::failed("a part"))).await;
+        assert!(ended.is_err_and(|error| error.message == "a part"));
     }
 }

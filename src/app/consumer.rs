@@ -261,7 +261,7 @@ impl Run<'_> {
                 beside.ends_with(&mut outcome, error);
             }
         }
-        beside.end().await?;
+        outcome = beside.end(outcome).await;
         if outcome.is_ok() && self.until_idle.is_some() && !self.stop.is_cancelled() {
             // Consumers of other processes are in the same database.
             let is_own = |name: &str| consumers.iter().any(|one| one.name == name);

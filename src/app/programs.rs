@@ -26,7 +26,8 @@ pub struct PublisherArgs {
     /// Serve /livez, /readyz and /metrics on this address
     #[arg(long, value_name = "ADDR", value_parser = crate::app::config::parse_address)]
     listen: Option<SocketAddr>,
-    /// End with 0 when the outbox is empty (dead and held messages are reported, not waited for)
+    /// End with 0 when the outbox is empty (dead and held messages are reported, not waited for).
+    /// Beside another publisher, end when nothing is pending
     #[arg(long)]
     until_empty: bool,
 }
@@ -116,8 +117,8 @@ pub fn start<'a>(
 
 /// Relays committed messages from the outbox to the broker, in order per key, losing none.
 ///
-/// Runs until SIGTERM or SIGINT, then finishes what is in flight and exits with 0; a second signal
-/// ends it at once. Several may run: one works, the others stand by.
+/// Runs until SIGTERM, SIGINT or SIGHUP, then finishes what is in flight and exits with 0; a second
+/// signal ends it at once. Several may run: one works, the others stand by.
 #[derive(Debug, Parser)]
 #[command(name = "publisher", version)]
 struct PublisherProgram {
@@ -130,8 +131,8 @@ struct PublisherProgram {
 /// Consumes messages and commits their effects exactly once, with the handlers that the
 /// configuration names.
 ///
-/// Runs until SIGTERM or SIGINT, then finishes or hands back what runs and exits with 0; a second
-/// signal ends it at once.
+/// Runs until SIGTERM, SIGINT or SIGHUP, then finishes or hands back what runs and exits with 0; a
+/// second signal ends it at once.
 #[derive(Debug, Parser)]
 #[command(name = "consumer", version)]
 struct ConsumerProgram {

@@ -24,6 +24,8 @@ use crate::task;
 
 /// The pause between two searches for new shards.
 const SHARDS_LOOKED_FOR: Duration = Duration::from_secs(10);
+/// The pause between two looks at the outbox while another publisher has the lease.
+const EMPTY_LOOKED_FOR: Duration = Duration::from_secs(1);
 /// How long closed connections may wait for the server. The grace of a stop is over then, and a
 /// silent server must not keep the process alive.
 const CLOSE_MAX: Duration = Duration::from_millis(500);
@@ -120,7 +122,7 @@ fn relay_all(
         let shards = match shards(&store, &broker, settings, Some((&all, &health))).await {
             Ok(shards) => shards,
             // If the first look at the broker ended the wait, its error says why.
-            Err(error) => return beside.end().await.and(Err(error)),
+            Err(error) => return beside.end(Err(error)).await,
         };
         let mut served = BTreeSet::new();
         let mut serve = |relays: &mut JoinSet<_>, shards: Vec<i32>| -> Result<(), AppError> {
@@ -155,18 +157,32 @@ fn relay_all(
                     }
                     continue;
                 }
+                () = tokio::time::sleep(EMPTY_LOOKED_FOR), if until_empty && !all.is_cancelled() => {
+                    // Where others have every lease, only the tables show that nothing is left.
+                    if health.standbys() == relays.len() && is_sent(&*store).await {
+                        tracing::info!("nothing is pending; another publisher has the lease");
+                        all.cancel();
+                    }
+                    continue;
+                }
             };
             if let Err(error) = ended {
                 beside.ends_with(&mut outcome, error);
             }
         }
-        beside.end().await?;
+        outcome = beside.end(outcome).await;
         // Stopped before its end, it knows nothing of the outbox, and need not wait for a database.
         if outcome.is_ok() && until_empty && !stop.is_cancelled() {
             report(&store.status().await?);
         }
         outcome
     })
+}
+
+/// Whether no committed message is pending. False where the database does not say it: the relays
+/// report such an error themselves.
+async fn is_sent(store: &dyn Duties) -> bool {
+    store.status_since(&Status::default()).await.is_ok_and(|status| status.pending == 0)
 }
 
 /// Declares the exchange of RabbitMQ, and reads the shards. Waits while broker or database is away.
@@ -193,7 +209,7 @@ pub async fn ready<S: Store>(store: &S, settings: &Settings, waits: Waits<'_>) -
     let mut wait = Wait::new("database", waits);
     let findings = loop {
         let looked = async {
-            store.schema().await?.require()?;
+            store.require_schema().await?;
             store.check().await
         };
         match wait.answer("its first answer", looked).await? {

@@ -141,6 +141,12 @@ impl Health {
         !parts.is_empty() && parts.values().all(Part::is_ready)
     }
 
+    /// How many parts stand by.
+    pub(crate) fn standbys(&self) -> usize {
+        let parts = self.0.lock();
+        parts.values().filter(|part| matches!(part.state, PartState::Standby(_))).count()
+    }
+
     /// The parts whose loop has not turned for longer than this.
     #[must_use]
     pub fn stuck(&self, longer_than: Duration) -> Vec<String> {

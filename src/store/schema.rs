@@ -189,6 +189,14 @@ pub trait Schema: Base {
     /// them.
     async fn schema(&self) -> Result<SchemaState, StoreError>;
 
+    /// Whether a program may start, as [`SchemaState::require`].
+    ///
+    /// # Errors
+    /// The error says what to do.
+    async fn require_schema(&self) -> Result<(), StoreError> {
+        self.schema().await?.require()
+    }
+
     /// Applies the missing migrations under a lock, and returns their versions. It is safe to run
     /// twice, and in several processes at the same time.
     async fn migrate(&self) -> Result<Vec<i64>, StoreError>;

@@ -19,6 +19,17 @@ pub(crate) fn service(test: &str, variable: &str) -> Option<String> {
     }
 }
 
+/// Takes the settings of oncebox in this test's own environment away from a program, but for those
+/// that the test gave it: a shell that worked through the README has a database in them.
+pub(crate) fn without_settings(command: &mut std::process::Command) {
+    let given: Vec<_> = command.get_envs().map(|(name, _)| name.to_owned()).collect();
+    for (name, _) in std::env::vars_os().filter(|(name, _)| !given.contains(name)) {
+        if name.to_string_lossy().to_ascii_uppercase().starts_with("ONCEBOX_") {
+            command.env_remove(name);
+        }
+    }
+}
+
 /// A name that no other test, and no earlier run, has used.
 pub(crate) fn unique(prefix: &str) -> String {
     format!("{prefix}-{}", &uuid::Uuid::now_v7().simple().to_string()[16..])

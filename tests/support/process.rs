@@ -15,6 +15,7 @@ pub(crate) struct Process {
 impl Process {
     /// Starts it; what it says on stderr is added to the log.
     pub(crate) fn start(mut command: Command, log: &Path) -> Self {
+        crate::support::without_settings(&mut command);
         let appended = std::fs::File::options().create(true).append(true).open(log).unwrap();
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(appended);
         let child = command.spawn().unwrap();

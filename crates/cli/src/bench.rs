@@ -147,8 +147,9 @@ impl BenchCommand {
 }
 
 pub(super) async fn run(command: BenchCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
-    // Faults are made on purpose here, so their warnings are not logged.
-    let log = if matches!(command, BenchCommand::Fault(_)) { "error" } else { "warn" };
+    // Faults are made on purpose here, so their warnings are not logged. Nor is a statement that is
+    // slow because the benchmark loads the database.
+    let log = if matches!(command, BenchCommand::Fault(_)) { "error" } else { "warn,sqlx::query=error" };
     let mut place = Place::find("bench", common, None, log)?;
     place.settings.publisher.lease = Duration::from_secs(10);
     log.clone_into(&mut place.settings.log.filter);

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use super::common::{CommonArgs, Output, run};
+use super::place::end_with_parent;
 use super::{audit, bench, config, consumers, dead, demo, doctor, keys, migrate, operations, queues, status};
 use oncebox::app::{AppError, COMMON_OPTIONS, ConsumerArgs, LogFormat, PublisherArgs, program_commands, speak};
 
@@ -29,6 +30,10 @@ enum Command {
     /// Everything is its own: a database beside the one that is named (a file by default), and
     /// topics. No setting is read from the environment or from a configuration file, also where the
     /// common options name a variable.
+    ///
+    /// It removes what it made at its end, and when it is stopped by SIGINT, SIGTERM or SIGHUP.
+    /// After SIGKILL it stays, under the names that the first line says: delete the directory, the
+    /// database, the topic or exchange, and the groups or queues of both consumers.
     Demo(demo::DemoArgs),
     /// Measure what the promise costs, as ratios inside one run
     ///
@@ -85,6 +90,8 @@ enum Command {
 enum Program {
     Publisher(PublisherArgs),
     Consumer(ConsumerArgs),
+    #[cfg(feature = "email")]
+    Sender(super::sender::SenderArgs),
     Demo(demo::RoleArgs),
     Peer(bench::PeerArgs),
 }
@@ -140,10 +147,23 @@ impl OnceboxArgs {
                 data!("{}", String::from_utf8_lossy(&script).trim_end());
                 Ok(())
             }
-            Command::Run(Program::Publisher(args)) => args.run(&self.common).await,
-            Command::Run(Program::Consumer(args)) => args.run(&self.common).await,
-            Command::Run(Program::Demo(args)) => demo::run_role(args, &self.common).await,
-            Command::Run(Program::Peer(args)) => bench::run_peer(args, &self.common).await,
+            Command::Run(program) => {
+                end_with_parent();
+                program.run(&self.common).await
+            }
+        }
+    }
+}
+
+impl Program {
+    async fn run(self, common: &CommonArgs) -> Result<(), AppError> {
+        match self {
+            Self::Publisher(args) => args.run(common).await,
+            Self::Consumer(args) => args.run(common).await,
+            #[cfg(feature = "email")]
+            Self::Sender(args) => super::sender::run(&args, common).await,
+            Self::Demo(args) => demo::run_role(args, common).await,
+            Self::Peer(args) => bench::run_peer(args, common).await,
         }
     }
 }

@@ -1,14 +1,15 @@
 //! What the commands share with the programs, and how data is printed.
 
-use clap::builder::RangedU64ValueParser;
-use comfy_table::{ContentArrangement, Table, presets};
+use clap::builder::TypedValueParser;
 use serde_json::Value;
 
+use super::table::laid_out;
+use oncebox::StoreError;
 use oncebox::app::config::Settings;
 pub(super) use oncebox::app::{AnyBroker, CommonArgs, run};
 use oncebox::app::{AppError, say};
 use oncebox::error::redact;
-use oncebox::store::{Schema, SchemaState};
+use oncebox::store::Schema;
 
 /// Prints a line of data to stdout. If that fails, the command returns the error.
 macro_rules! data {
@@ -36,8 +37,16 @@ macro_rules! on_store {
 
 /// Checks that the schema is the one that this program was built with.
 pub(super) async fn require_schema<S: Schema>(store: &S, settings: &Settings) -> Result<(), AppError> {
-    let required = store.schema().await.and_then(SchemaState::require);
-    required.map_err(|error| AppError::from(error).on(&redact(&settings.database.url.0)))
+    let required = store.require_schema().await;
+    required.map_err(|error| {
+        let is_missing = matches!(error, StoreError::SchemaMissing(_));
+        let mut error = AppError::from(error).on(&redact(&settings.database.url.0));
+        if is_missing {
+            error.message +=
+                "\nhint: if another database is meant, name it: --database, ONCEBOX_DATABASE__URL or [database] url";
+        }
+        error
+    })
 }
 
 /// Returns the result of a printed line. That the reader is gone (`oncebox dead list | head`) is no
@@ -67,8 +76,11 @@ pub(super) enum Output {
 }
 
 /// Reads a `--limit`. It is at least 1, because 0 could mean nothing or everything.
-pub(super) fn limit<T: TryFrom<u64>>() -> RangedU64ValueParser<T> {
-    RangedU64ValueParser::new().range(1..)
+pub(super) fn limit<T: TryFrom<u64> + Clone + Send + Sync + 'static>() -> impl TypedValueParser<Value = T> {
+    |text: &str| {
+        let number = text.parse::<u64>().ok().filter(|number| *number > 0);
+        number.and_then(|number| T::try_from(number).ok()).ok_or("give a number, at least 1")
+    }
 }
 
 /// Says that there may be more, where a list is as long as its limit.
@@ -123,20 +135,17 @@ pub(super) fn listed<const COLUMNS: usize>(
     Ok(())
 }
 
-/// Prints a table of texts that may come from anybody: on a terminal long cells are wrapped,
-/// elsewhere every row is one line.
+/// Prints a table of texts that may come from anybody, as wide as the terminal; elsewhere every row
+/// is one line.
 pub(super) fn tabled<const COLUMNS: usize>(
     header: [&str; COLUMNS],
     rows: impl Iterator<Item = [String; COLUMNS]>,
 ) -> Result<(), AppError> {
-    const WIDTH: u16 = 120;
-    let mut table = Table::new();
-    table.load_preset(presets::UTF8_HORIZONTAL_ONLY);
-    table.set_header(header).add_rows(rows.map(|row| row.map(|cell| printable(&cell))));
-    if std::io::IsTerminal::is_terminal(&std::io::stdout()) {
-        table.set_content_arrangement(ContentArrangement::Dynamic).set_width(WIDTH);
-    }
-    data!("{table}");
+    let rows: Vec<Vec<String>> = rows.map(|row| row.map(|cell| printable(&cell)).into()).collect();
+    // An error means that it is no terminal, and 0 columns that it does not say how wide it is.
+    let size = rustix::termios::tcgetwinsize(std::io::stdout());
+    let width = size.ok().map(|size| usize::from(size.ws_col)).filter(|width| *width > 0);
+    data!("{}", laid_out(&header, &rows, width));
     Ok(())
 }
 

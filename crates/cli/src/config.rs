@@ -19,6 +19,9 @@ pub(crate) enum ConfigCommand {
 
 pub(super) fn run(command: &ConfigCommand, common: &CommonArgs, output: Output) -> Result<(), AppError> {
     match command {
+        ConfigCommand::Template if output == Output::Json => {
+            Err(AppError::usage("the template is a TOML file: leave out `--output json`"))
+        }
         ConfigCommand::Template => {
             data!("{}", TEMPLATE.trim_end());
             Ok(())

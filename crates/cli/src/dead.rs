@@ -3,17 +3,16 @@
 
 mod became;
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD as BASE64;
-use chrono::{DateTime, Utc};
 use clap::{Args, Subcommand};
 use uuid::Uuid;
 
-use self::became::{Became, what_became};
+use self::became::{Became, Before, what_became};
 use super::act::{Act, of_all, refused};
 use super::common::{CommonArgs, Output, failed, hint_of_more, limit, listed, printable, printable_lines};
 use super::consumers::{self, is_absent, seen};
@@ -274,7 +273,6 @@ async fn list(store: &dyn Duties, filter: &DeadFilter, output: Output) -> Result
     let rows = dead.iter().map(|message| {
         // In the outbox the reason is the error too. It is shown once.
         let error = message.error.as_deref().filter(|error| *error != message.reason);
-        let error: String = error.unwrap_or("").chars().take(60).collect();
         [
             message.number.clone(),
             State::of(message.state).to_owned(),
@@ -288,7 +286,7 @@ async fn list(store: &dyn Duties, filter: &DeadFilter, output: Output) -> Result
                 (None, Some(dead)) => format!("{}, {dead}", message.reason),
                 (None, None) => message.reason.clone(),
             },
-            error,
+            error.unwrap_or_default().to_owned(),
             message.attempts.to_string(),
             message.next_try.map_or_else(String::new, |at| at.format("%Y-%m-%d %H:%M:%SZ").to_string()),
             message.behind.to_string(),
@@ -438,12 +436,12 @@ async fn act_on(
     let dry_run = ActContext { redrive_age_max: Some(settings.publisher.redrive_age_max), ..act.context(true) };
     // Runs everything as a dry run first: if one number is refused, the others stay as they are.
     let (mut numbers, mut already_handled) = carry_out(store, &meant, how, &dry_run, None).await?;
-    let mut last_tries: HashMap<String, Option<DateTime<Utc>>> = HashMap::new();
+    let mut before: HashMap<String, Before> = HashMap::new();
     if !act.dry_run {
         if !wait.is_zero() {
             for some in meant.numbers.chunks(BATCH) {
                 for message in store.dead(&meant.only(some)).await? {
-                    last_tries.insert(message.number, message.history.last().map(|entry| entry.at));
+                    before.insert(message.number.clone(), Before::of(&message, how));
                 }
             }
         }
@@ -455,19 +453,21 @@ async fn act_on(
         "redrive" if !act.dry_run => {
             let handled: HashSet<&String> = already_handled.iter().collect();
             let released = numbers.iter().filter(|number| !handled.contains(number));
-            let released = released.map(|number| (number.clone(), last_tries.remove(number).flatten()));
+            let released = released.map(|number| (number.clone(), before.remove(number).unwrap_or_default()));
             what_became(store, released.collect(), wait).await?
         }
-        _ => BTreeMap::new(),
+        _ => HashMap::new(),
     };
     let left = left_alone(store, if which.numbers.is_empty() { &[] } else { &meant.numbers }, &numbers).await?;
+    // In the order of the numbers, as the line above them.
+    let in_order = || numbers.iter().filter_map(|number| Some((number, became.get(number)?)));
     let is_done = wait.is_zero() || left.is_empty() && became.values().all(Became::is_well);
     let done = || match is_done {
         true => Ok(()),
         false if became.values().any(Became::is_open) => {
             Err(AppError::not_ready(format!("not every message was handled or sent within {wait:?}")))
         }
-        false if became.values().all(Became::is_well) => {
+        false if !became.values().any(Became::has_failed) => {
             Err(AppError::not_ready("not every message was handled or sent: see above"))
         }
         false => Err(AppError::not_ready("not every message was handled or sent: mend what the errors name")),
@@ -481,7 +481,7 @@ async fn act_on(
         for (number, why) in &left {
             value["left"][number] = why.as_str().into();
         }
-        for (number, became) in &became {
+        for (number, became) in in_order() {
             value["became"][number] = became.to_string().into();
         }
         data!("{value}");
@@ -495,10 +495,10 @@ async fn act_on(
     for (number, why) in &left {
         data!("{number} is left as it is: {why}");
     }
-    for (number, became) in became.iter().filter(|_| !wait.is_zero()) {
+    for (number, became) in in_order().filter(|_| !wait.is_zero()) {
         data!("{number}: {}", printable(&became.to_string()));
     }
-    let open = became.iter().filter(|(number, became)| matches!(became, Became::Open) && number.starts_with('c'));
+    let open = in_order().filter(|(number, became)| matches!(became, Became::Open) && number.starts_with('c'));
     hint_of_consumers(store, open.map(|(number, _)| number.clone()).collect(), wait).await?;
     if found == 0 {
         hint_of_unknown(store, which.filter.consumer.as_deref()).await?;
@@ -515,13 +515,9 @@ async fn act_on(
     Ok(())
 }
 
-/// The named messages on which the act was not done, each with the reason.
-async fn left_alone(
-    store: &dyn Duties,
-    named: &[String],
-    done: &[String],
-) -> Result<BTreeMap<String, String>, AppError> {
-    let mut left = BTreeMap::new();
+/// The named messages on which the act was not done, in their order, each with the reason.
+async fn left_alone(store: &dyn Duties, named: &[String], done: &[String]) -> Result<Vec<(String, String)>, AppError> {
+    let mut left = Vec::new();
     for number in named.iter().filter(|number| !done.contains(number)) {
         let why = match found(store, number).await? {
             Some(DeadMessage { requested: Some(earlier), .. }) => {
@@ -530,7 +526,7 @@ async fn left_alone(
             Some(message) => format!("it is {} now", State::of(message.state)),
             None => "it is gone".to_owned(),
         };
-        left.insert(number.clone(), why);
+        left.push((number.clone(), why));
     }
     Ok(left)
 }

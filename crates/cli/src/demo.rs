@@ -26,13 +26,13 @@ pub(super) use roles::{RoleArgs, run_role};
 /// What the demo shows.
 #[derive(Debug, Clone, Args)]
 pub(super) struct DemoArgs {
-    /// How many payments are taken
+    /// How many payments are taken, at most 1,000,000
     #[arg(long, default_value_t = 2_000, value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     messages: u64,
-    /// How often a process is killed with SIGKILL
+    /// How often a process is killed with SIGKILL, at most 1,000 times
     #[arg(long, default_value_t = 6, value_parser = clap::value_parser!(u32).range(0..=1_000))]
     kills: u32,
-    /// How many messages are put into the broker again, in percent of all
+    /// How many messages are put into the broker again, in percent of all, at most 1,000
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(0..=1_000))]
     duplicates: u32,
     /// Where files go, beside those that are there; a directory of its own below the system's
@@ -56,6 +56,7 @@ async fn on<S: tables::Tables>(args: &DemoArgs, place: Place, output: Output) ->
     // At a signal the show is dropped, and its processes with it.
     let stop = stop_on_signals()?;
     let stage = stage::Stage::set::<S>(place).await?;
+    stage.tell();
     let shown = stop.run_until_cancelled(show::show::<S>(args, &stage)).await;
     let (done, left_behind) = match shown {
         None => (Err(AppError::failed("interrupted: nothing was counted")), args.keep),
@@ -69,7 +70,7 @@ async fn on<S: tables::Tables>(args: &DemoArgs, place: Place, output: Output) ->
         }
     };
     if left_behind {
-        stage.leave();
+        stage.tell();
     } else {
         stage.clear::<S>().await;
     }

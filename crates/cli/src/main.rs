@@ -28,6 +28,7 @@ mod sender;
 mod sending;
 mod status;
 mod stuck;
+mod table;
 
 use std::process::ExitCode;
 

@@ -1,10 +1,12 @@
 //! A directory, settings and child processes for `demo` and `bench`.
 //!
 //! Promise: children of `demo` and `bench` take their settings from their command line and files,
-//! not from `ONCEBOX_` variables. A new file that may hold passwords is readable by its owner only.
+//! not from `ONCEBOX_` variables, and none of them outlives its parent. A new file that may hold
+//! passwords is readable by its owner only.
 
+use std::io::{PipeReader, PipeWriter};
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::sync::LazyLock;
 
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::process::{Child, Command};
@@ -71,6 +73,20 @@ pub(super) fn file_url(dir: &Path, name: &str) -> Secret {
     Secret(format!("sqlite://{}", dir.join(format!("{name}.db")).display()))
 }
 
+/// The pipe that all children have as stdin. Only this process can write into it, and it never
+/// does: so a child reads its end when this process has ended, also by SIGKILL.
+static TIE: LazyLock<std::io::Result<(PipeReader, PipeWriter)>> = LazyLock::new(std::io::pipe);
+
+/// Ends this process, which is a child of `demo` or `bench`, when its parent has ended: nobody
+/// would stop it then.
+pub(super) fn end_with_parent() {
+    std::thread::spawn(|| {
+        let _its_end = std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink());
+        #[allow(clippy::exit)]
+        std::process::exit(1);
+    });
+}
+
 /// A command that starts this program as a child, without the `ONCEBOX_` variables of the
 /// environment.
 pub(super) fn this_program() -> Result<Command, AppError> {
@@ -82,8 +98,9 @@ pub(super) fn this_program() -> Result<Command, AppError> {
             command.env_remove(name);
         }
     }
+    let (tie, _) = TIE.as_ref().map_err(failed)?;
     // A parent that ends in order, also after an error, leaves no child behind.
-    command.stdin(Stdio::null()).kill_on_drop(true);
+    command.stdin(tie.try_clone().map_err(failed)?).kill_on_drop(true);
     Ok(command)
 }
 

@@ -313,9 +313,13 @@ pub(super) fn how_to_create(config: &KafkaConfig, topic: &str) -> String {
         copies if copies >= 3 => format!("--replication-factor {copies} --config min.insync.replicas=2"),
         copies => format!("--replication-factor {copies}"),
     };
+    let by_itself = match config.create_topics {
+        true => "`publisher` and `consumer` try to create it when they start",
+        false => "`[broker.kafka] create_topics = true`",
+    };
     format!(
         "`kafka-topics.sh --bootstrap-server {servers} --create --topic {topic} --partitions {partitions} {copies}`, \
-         or `[broker.kafka] create_topics = true`"
+         or {by_itself}"
     )
 }
 

@@ -125,10 +125,12 @@ async fn apply(connection: &mut Bounded<MySql>) -> Result<Vec<i64>, StoreError> 
                     if migration.version == FUNCTION
                         && number(&error).is_some_and(|number| FORBIDDEN.contains(&number)) =>
                 {
+                    // The words of the server do not say how to go on.
                     let error = crate::error::words(&error);
+                    tracing::debug!(error, "the function is refused");
                     tracing::warn!(
-                        error,
-                        "this server does not allow the function oncebox_enqueue; the procedure oncebox_enqueue_p is there for it"
+                        "this server does not allow the function oncebox_enqueue; the procedure oncebox_enqueue_p is there for it. \
+                         Where the function is wanted: set global log_bin_trust_function_creators = 1, then run `oncebox migrate up` again"
                     );
                     break;
                 }

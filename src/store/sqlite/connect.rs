@@ -80,7 +80,8 @@ impl SqliteStore {
         if self.can_open() {
             return Ok(());
         }
-        Err(StoreError::SchemaMissing(format!("the file {} is not there", self.path().display())))
+        let path = std::path::absolute(self.path()).unwrap_or_else(|_| self.path().to_owned());
+        Err(StoreError::SchemaMissing(format!("the file {} is not there", path.display())))
     }
 
     /// Fails where the path names another file than when this process opened it. SQLite does not

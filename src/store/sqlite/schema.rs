@@ -73,6 +73,12 @@ impl Schema for SqliteStore {
         Ok(self.history().await?.state(MIGRATIONS))
     }
 
+    /// Names a file that is not there: more often the wrong one is named than a migration missing.
+    async fn require_schema(&self) -> Result<(), StoreError> {
+        self.check_there()?;
+        self.schema().await?.require()
+    }
+
     async fn migrate(&self) -> Result<Vec<i64>, StoreError> {
         let mut write = self.write().await?;
         write.connection().execute(MIGRATION_TABLE).await?;

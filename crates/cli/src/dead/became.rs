@@ -1,19 +1,43 @@
 //! Waits for what becomes of messages that were redriven: handled, sent, or failed again.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
+use uuid::Uuid;
 
 use super::{BATCH, State, states};
 use oncebox::app::AppError;
-use oncebox::store::{DeadFilter, DeadMessage, DeadPlace, DeadState, Duties};
+use oncebox::store::{AuditEntry, DeadFilter, DeadMessage, DeadPlace, DeadState, Duties, OperatorAct};
+
+/// How many acts on one message are searched for the one that discarded it, newest first.
+const ACTS_MAX: usize = 100;
+
+/// What is known of a message before it is redriven.
+#[derive(Debug, Default)]
+pub(super) struct Before {
+    /// The id under which it is redriven.
+    id: Uuid,
+    last_try: Option<DateTime<Utc>>,
+}
+
+impl Before {
+    pub(super) fn of(message: &DeadMessage, how: &OperatorAct) -> Self {
+        let id = match how {
+            OperatorAct::RedriveAs { id, .. } => *id,
+            _ => message.message_id,
+        };
+        Self { id, last_try: message.history.last().map(|entry| entry.at) }
+    }
+}
 
 /// What became of a message that was redriven.
 pub(super) enum Became {
     /// It is gone from the list, because its consumer handled it.
     Handled,
     Sent,
+    /// It is gone because this person discarded it meanwhile.
+    Discarded(String),
     /// It is not known yet what became of it.
     Open,
     /// It failed again. It has this state now, and this error. Where it waits, it is tried again.
@@ -23,6 +47,10 @@ pub(super) enum Became {
 impl Became {
     pub(super) fn is_well(&self) -> bool {
         matches!(self, Self::Handled | Self::Sent)
+    }
+
+    pub(super) fn has_failed(&self) -> bool {
+        matches!(self, Self::Failed(..))
     }
 
     /// Whether more time may still change it.
@@ -36,6 +64,7 @@ impl std::fmt::Display for Became {
         match self {
             Self::Handled => f.write_str("handled"),
             Self::Sent => f.write_str("sent"),
+            Self::Discarded(by) => write!(f, "discarded meanwhile by {by}"),
             Self::Open => f.write_str("released, and not tried yet"),
             Self::Failed(state, error) => write!(f, "{} again: {error}", State::of(*state)),
         }
@@ -44,19 +73,19 @@ impl std::fmt::Display for Became {
 
 /// Waits until each message is gone, or failed and has no next try, at most for `wait` and one last
 /// look at each. It looks at a hundred messages at once. A failed try alone ends nothing: the first
-/// ones follow each other quickly. `last_tries` has the last try of each before the redrive.
+/// ones follow each other quickly. `waited_for` has what is known of each before the redrive.
 pub(super) async fn what_became(
     store: &dyn Duties,
-    mut last_tries: HashMap<String, Option<DateTime<Utc>>>,
+    mut waited_for: HashMap<String, Before>,
     wait: Duration,
-) -> Result<BTreeMap<String, Became>, AppError> {
+) -> Result<HashMap<String, Became>, AppError> {
     if wait.is_zero() {
-        return Ok(last_tries.into_keys().map(|number| (number, Became::Open)).collect());
+        return Ok(waited_for.into_keys().map(|number| (number, Became::Open)).collect());
     }
     let until = tokio::time::Instant::now() + wait;
-    let mut became = BTreeMap::new();
+    let mut became = HashMap::new();
     loop {
-        for some in last_tries.keys().cloned().collect::<Vec<_>>().chunks(BATCH) {
+        for some in waited_for.keys().cloned().collect::<Vec<_>>().chunks(BATCH) {
             let is_over = tokio::time::Instant::now() >= until;
             let mut messages = all_found(store, some.to_vec()).await?;
             // The list is read state by state: a message that dies between two of these reads is in
@@ -66,25 +95,35 @@ pub(super) async fn what_became(
                 messages.extend(all_found(store, missed).await?);
             }
             for number in some {
+                let Some(before) = waited_for.get(number) else { continue };
                 let now = match messages.get(number) {
-                    None if number.starts_with('o') => Became::Sent,
-                    None => Became::Handled,
-                    Some(message) => {
-                        let before = last_tries.get(number).copied().flatten();
-                        failed_since(message, before).map_or(Became::Open, |error| Became::Failed(message.state, error))
-                    }
+                    None => gone(store, number, before.id).await?,
+                    Some(message) => failed_since(message, before.last_try)
+                        .map_or(Became::Open, |error| Became::Failed(message.state, error)),
                 };
                 if is_over || !now.is_open() {
-                    last_tries.remove(number);
+                    waited_for.remove(number);
                     became.insert(number.clone(), now);
                 }
             }
         }
-        if last_tries.is_empty() {
+        if waited_for.is_empty() {
             return Ok(became);
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
+}
+
+/// Why a message is gone: somebody discarded it meanwhile, or it was sent or handled.
+async fn gone(store: &dyn Duties, number: &str, id: Uuid) -> Result<Became, AppError> {
+    let acts = store.audit(Some(id), ACTS_MAX).await?;
+    // After `release` it was sent, although somebody asked to discard it.
+    let is_end = |act: &AuditEntry| act.number == number && ["discard", "release"].contains(&act.act.as_str());
+    Ok(match acts.into_iter().find(is_end) {
+        Some(act) if act.act == "discard" => Became::Discarded(act.actor),
+        _ if number.starts_with('o') => Became::Sent,
+        _ => Became::Handled,
+    })
 }
 
 /// The messages with these numbers, in any state.

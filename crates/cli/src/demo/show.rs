@@ -54,7 +54,7 @@ pub(super) async fn show<S: Tables>(args: &DemoArgs, stage: &Stage) -> Result<Ve
         Process::start(stage, "ledger", &["run", "demo", "--tag", tag, "ledger"])?,
         Process::start(stage, "receipts", &["run", "demo", "--tag", tag, "receipts"])?,
         Process::start(stage, "publisher", &["run", "publisher"])?,
-        Process::start(stage, "sender", &["sender"])?,
+        Process::start(stage, "sender", &["run", "sender"])?,
     ];
     let till = Process::start(stage, "till", &["run", "demo", "--tag", tag, "till", "--messages", &messages])?;
     let mut show = Show { args, stage, store, till, cast, bar: bar(args), killed: 0, repeated: 0 };

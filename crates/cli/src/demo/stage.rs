@@ -103,10 +103,15 @@ impl Stage {
         }
     }
 
-    /// Prints where everything is that stays.
-    pub(super) fn leave(&self) {
+    /// Prints where everything is: at the start, for whoever must remove it by hand, and at the end
+    /// where it stays.
+    pub(super) fn tell(&self) {
         let (files, database) = (self.place.dir.display(), redact(&self.database.url.0));
         let topic = self.names.topic();
-        say("INFO", &format!("logs and files: {files}; database: {database}; topic: {topic}"));
+        let [ledger, receipts] = ["ledger", "receipts"].map(|role| self.names.consumer(role));
+        say(
+            "INFO",
+            &format!("logs and files: {files}; database: {database}; topic: {topic}; consumers: {ledger}, {receipts}"),
+        );
     }
 }

@@ -419,11 +419,11 @@ fn a_limit_of_0_is_refused_and_the_greatest_number_is_no_limit() {
         (&["keys", "list"], &most_keys),
         (&["operations", "list"], &most_keys),
     ] {
-        with_limit(command, "0").fails(2, &["--limit", "0 is not in 1.."]);
+        with_limit(command, "0").fails(2, &["--limit", "at least 1"]);
         with_limit(command, most).ok();
     }
-    with_limit(&["keys", "purge", "--all", "--why", "x"], "0").fails(2, &["0 is not in 1.."]);
-    with_limit(discard, "0").fails(2, &["0 is not in 1.."]);
+    with_limit(&["keys", "purge", "--all", "--why", "x"], "0").fails(2, &["at least 1"]);
+    with_limit(discard, "0").fails(2, &["at least 1"]);
     assert_eq!(numbers(&place, &["--limit", &most]).len(), 2);
     assert_eq!(with_limit(discard, &most).ok(), "discard 2: c1 c2\n");
 }
@@ -553,6 +553,24 @@ fn a_redrive_says_what_became_of_each_message() {
     consumer.stop().ok();
 }
 
+/// Shown by: whatever is gone counts as handled or sent; outcomes in the order of their numbers as
+/// text.
+#[test]
+fn a_redrive_beside_a_discard_says_that_nothing_was_handled() {
+    let (place, _) = with_dead_payments(11);
+    // No consumer runs: the messages wait until they are discarded.
+    let mut redrive = place.oncebox(&["dead", "redrive", "--all", "--yes", "--wait", "60s", "--why", "x"]).start();
+    crate::kit::eventually("released", || (numbers(&place, &["--state", "waiting"]).len() == 11).then_some(()));
+    let discard = ["dead", "discard", "--all", "--state", "waiting", "--yes", "--why", "y", "--by", "somebody"];
+    place.oncebox(&discard).run().ok();
+    assert!(!redrive.has_ended() || numbers(&place, &[]).is_empty());
+    let done = redrive.ends();
+    let outcomes: Vec<&str> = done.stdout.lines().filter(|line| line.contains(": discarded")).collect();
+    let expected: Vec<String> = (1..=11).map(|number| format!("c{number}: discarded meanwhile by somebody")).collect();
+    assert_eq!(outcomes, expected, "{}", done.stdout);
+    done.ends_with(3, &["not every message was handled or sent: see above"]);
+}
+
 /// Shown by looking for an entry in the history, which SQLite does not keep of the outbox: after a
 /// minute it was `released, and not tried yet`.
 #[test]
@@ -617,6 +635,7 @@ fn what_a_producer_wrote_neither_steers_the_terminal_nor_breaks_a_row() {
     place.consume(&config).ok();
     let escaped = r"evt\u{1b}[2J\n17";
     let listed = place.oncebox(&["dead", "list"]).run().ok();
+    assert!(!listed.contains("next try"), "a column without a value: {listed}");
     let row = listed.lines().find(|line| line.contains(escaped)).unwrap_or_else(|| panic!("{listed}"));
     assert!(row.contains("c1") && row.contains("acc-7"), "{row}");
     let shown = place.oncebox(&["dead", "show", "c1"]).run().ok();

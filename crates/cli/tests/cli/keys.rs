@@ -209,7 +209,8 @@ fn o11_keys_are_released_and_purged_only_where_nothing_may_have_happened() {
     assert_eq!(place.column("select count(*) || '' from oncebox_idempotency_purge"), ["0"], "their keys carry no time");
 }
 
-/// Shown by: the limit of the list for acts too: the rest stays, and the command ends with 0.
+/// Shown by: the limit of the list for acts too: the rest stays, and the command ends with 0. And
+/// by an act that ends with its first page, or reads that again.
 #[test]
 fn a_purge_of_all_goes_on_to_the_last_and_one_with_a_limit_says_what_it_leaves() {
     let place = Place::migrated();
@@ -229,7 +230,22 @@ fn a_purge_of_all_goes_on_to_the_last_and_one_with_a_limit_says_what_it_leaves()
     purge(&["--tenant", "t1", "--dry-run"]).ok_saying(&["30 more match", "--all"]);
     let done = purge(&["--all", "--limit", "20", "--yes", "--output", "json"]).json();
     assert_eq!((done["hashes"].as_array().unwrap().len(), &done["remaining"]), (20, &json!(110)));
-    assert!(purge(&["--all", "--yes"]).ok().starts_with("purge 110: "));
+    // A page before all others, so that the act has to go on to a second one.
+    let unreadable: String = (0..1_000)
+        .map(|number| {
+            format!(
+                "update one set key_digest = unhex(printf('%064x', {number})), operation_id = randomblob(16);
+                 insert into oncebox_idempotency_request select * from one;\n"
+            )
+        })
+        .collect();
+    place.sql(&format!(
+        "begin; create table one as select * from oncebox_idempotency_request limit 1;
+         update one set principal = 'none'; {unreadable} drop table one; commit"
+    ));
+    let done = purge(&["--all", "--yes"]);
+    assert!(done.ok_saying(&["keys that cannot be read, and stay: 1000"]).starts_with("purge 110: "));
+    place.sql("delete from oncebox_idempotency_request where principal = 'none'");
     assert_eq!((hashes(&place, &[]), place.audit().len()), (vec![open], 130));
 }
 

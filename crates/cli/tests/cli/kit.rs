@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use super::database::Database;
-use super::support::service;
+use super::support::{service, without_settings};
 
 /// Long enough for a busy machine; what is waited for ends the wait at once.
 pub(crate) const SOON: Duration = Duration::from_secs(120);
@@ -54,11 +54,7 @@ pub(crate) struct Program(Command);
 impl Program {
     pub(crate) fn new(path: &str, arguments: &[&str]) -> Self {
         let mut command = Command::new(path);
-        for (name, _) in std::env::vars_os() {
-            if name.to_string_lossy().starts_with("ONCEBOX_") {
-                command.env_remove(name);
-            }
-        }
+        without_settings(&mut command);
         command.env_remove("RUST_LOG").env_remove("RUST_BACKTRACE").args(arguments).stdin(Stdio::null());
         Self(command)
     }
@@ -89,8 +85,10 @@ impl Program {
 
     /// Where its log and its errors go, instead of to the test; its exit code.
     pub(crate) fn stderr(mut self, to: std::fs::File) -> Option<i32> {
-        let mut child = self.0.stdout(Stdio::null()).stderr(to).spawn().unwrap();
-        eventually("the program ends", || child.try_wait().unwrap()).code()
+        let child = self.0.stdout(Stdio::null()).stderr(to).spawn().unwrap();
+        let lines = mpsc::channel().1;
+        let mut running = Running { shown: String::new(), child, stdout: None, lines, said: Vec::new(), address: None };
+        eventually("the program ends", || running.child.try_wait().unwrap()).code()
     }
 
     /// Starts it and waits for its end.
@@ -121,8 +119,9 @@ impl Program {
         let (sender, lines) = mpsc::channel();
         let pipe = BufReader::new(child.stderr.take().unwrap());
         std::thread::spawn(move || {
-            for line in pipe.lines().map_while(Result::ok) {
-                if sender.send(line).is_err() {
+            // What is no UTF-8 is kept too: a secret may stand in it.
+            for line in pipe.split(b'\n').map_while(Result::ok) {
+                if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
                     break;
                 }
             }
@@ -367,7 +366,7 @@ impl Place {
         &self.database
     }
 
-    fn program(&self, path: &str, arguments: &[&str]) -> Program {
+    pub(crate) fn program(&self, path: &str, arguments: &[&str]) -> Program {
         Program::new(path, arguments)
             .within(self.path())
             .env("ONCEBOX_DATABASE__URL", &self.database)

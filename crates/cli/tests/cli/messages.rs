@@ -4,7 +4,7 @@
 use serde_json::Value;
 
 use crate::database::Database;
-use crate::kit::{CONSUMER_OF_PAYMENTS, Place, eventually, payment};
+use crate::kit::{CONSUMER_OF_PAYMENTS, ONCEBOX, Place, Program, eventually, payment};
 use crate::readme::read;
 use crate::support::service;
 
@@ -260,4 +260,32 @@ fn a_kind_that_no_handler_takes_is_acknowledged_or_dead_as_it_is_set() {
     place.append(None, &[("ce_id", "m-2"), ("ce_type", "payment.refunded")], "{}");
     place.consume(&dead_config).ok_saying(&["a message is dead", "reason=\"unhandled\""]);
     the_dead_one(&place, "ledger", "unhandled", &["payment.refunded"]);
+}
+
+/// On a terminal, which `script` of util-linux makes. Shown by a width of 120 columns on each, and
+/// by an error that is cut off after sixty characters.
+#[test]
+fn a_table_is_as_wide_as_its_terminal_and_breaks_neither_an_id_nor_an_error() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    place.enqueue("acc-7", r#"{"paymentId":"p1","accountId":"acc-7"}"#);
+    place.publish();
+    place.consume(&config).ok();
+    let dead = dead(&place).remove(0);
+    let (id, error) = (dead["message_id"].as_str().unwrap(), dead["error"].as_str().unwrap());
+    assert!(error.len() > 60 && error.contains("`/amountMinor`"), "{error}");
+    for (columns, is_table) in [(60, false), (90, false), (120, false), (220, true), (400, true)] {
+        let command = format!("stty cols {columns} rows 40; {ONCEBOX} dead list");
+        let script =
+            Program::new("script", &["-qec", &command, "/dev/null"]).env("ONCEBOX_DATABASE__URL", place.database());
+        let shown = script.within(place.path()).saying("\n").run().ok().replace('\r', "");
+        assert!(shown.contains(id), "{columns}: {shown}");
+        assert!(error.split(' ').all(|word| shown.contains(word)), "{columns}: {shown}");
+        assert_eq!(shown.contains('═'), is_table, "{columns}: {shown}");
+        let widest = shown.lines().map(|line| line.chars().count()).max();
+        assert!(!is_table || widest <= Some(columns), "{columns}: {shown}");
+        assert!(!shown.contains("sent as") && !shown.contains("next try"), "they are empty: {shown}");
+    }
+    let piped = place.oncebox(&["dead", "list"]).run().ok();
+    assert!(piped.lines().any(|line| line.contains(id) && line.contains(error)), "{piped}");
 }

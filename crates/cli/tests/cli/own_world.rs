@@ -18,7 +18,7 @@ use crate::support::{service, unique};
 const DEMO: &[&str] = &["demo", "--messages", "20", "--kills", "1", "--no-progress"];
 const BENCH: &[&str] = &["bench", "relay", "--messages", "100", "--rounds", "1"];
 const FAULT: &[&str] = &["bench", "fault", "--messages", "400", "--rounds", "1", "--stuck", "3", "--output", "json"];
-/// Those that look at all databases of a server take turns.
+/// Those that look at all databases or topics of a server take turns.
 static ON_A_SERVER: Mutex<()> = Mutex::new(());
 
 /// A shop that is at work: tables, a committed order that no publisher has sent yet, and all its
@@ -257,6 +257,7 @@ fn a_benchmark_that_is_stopped_by_a_signal_removes_both_of_its_databases() {
 fn a_benchmark_of_latency_that_is_stopped_by_a_signal_leaves_no_group_behind() {
     let test = "a_benchmark_of_latency_that_is_stopped_by_a_signal_leaves_no_group_behind";
     let Some(broker) = service(test, "ONCEBOX_TEST_KAFKA") else { return };
+    let _turn = ON_A_SERVER.lock().unwrap_or_else(PoisonError::into_inner);
     let shop = Shop::on(None, None);
     let mut running = shop.shell(&["bench", "latency", "--messages", "20000", "--broker", &broker]).start();
     let group = eventually("a group with a member", || {

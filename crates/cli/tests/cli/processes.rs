@@ -1,10 +1,11 @@
 //! `publisher` and `consumer` as processes: they end by themselves where they are told to, on the
 //! first signal with 0, on the second at once, and show on their listener how they are.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::database::Locked;
-use crate::kit::{ONCEBOX, Place, Program, Running, block_on, eventually, payment};
+use crate::kit::{ONCEBOX, PUBLISHER, Place, Program, Running, block_on, eventually, payment};
 use crate::logs::objects;
 use crate::postgres::Server;
 use crate::standstill::Standstill;
@@ -130,6 +131,34 @@ fn until_empty_and_until_idle_end_by_themselves_with_everything_done_once() {
     let done = place.consume(&other);
     assert!(!done.stderr.contains("messages wait or are dead"), "{done:?}");
     done.ok();
+}
+
+/// Shown by leaving the standby alone: from cron such programs pile up.
+#[test]
+fn until_empty_beside_another_publisher_ends_when_nothing_is_pending() {
+    let place = Place::migrated();
+    let mut publisher = place.publisher(&["--listen", "127.0.0.1:0"]).start();
+    publisher.until_ready_says(200, &["relay 0: ready"]);
+    place.publisher(&["--until-empty"]).run().ok_saying(&["standing by", "nothing is pending"]);
+    publisher.stop().ok();
+    let test = "until_empty_beside_another_publisher_ends_when_nothing_is_pending";
+    let of_server = Place::on_server(test, "ONCEBOX_TEST_POSTGRES").map(|place| {
+        let lease = "owner = 'other', lease_until = now() + interval '1 hour', lease_seconds = 3600";
+        // What the other one proved stays in the table.
+        (place, format!("oncebox.shard set {lease}"), "update oncebox.shard set scanned_to = 1000")
+    });
+    let lease = "owner = 'other', lease_until = (unixepoch() + 3600) * 1000, lease_length = 3600000";
+    let of_file = (place, format!("oncebox_shard set {lease}"), "delete from oncebox_outbox");
+    for (place, lease, proven) in of_server.into_iter().chain([of_file]) {
+        place.enqueue("acc-1", &payment("p1"));
+        place.sql(&format!("update {lease}"));
+        let mut beside = place.publisher(&["--until-empty"]).start();
+        beside.says(&["standing by", "other has the lease"]);
+        std::thread::sleep(Duration::from_secs(3));
+        assert!(!beside.has_ended(), "the message is pending");
+        place.sql(proven);
+        beside.ends().ok_saying(&["nothing is pending"]);
+    }
 }
 
 /// A consumer keeps the rule by which it told messages apart: another one would take known messages
@@ -336,6 +365,51 @@ fn processes_of(directory: &str) -> usize {
     let all = std::fs::read_dir("/proc").unwrap().flatten();
     let arguments = all.filter_map(|entry| std::fs::read(entry.path().join("cmdline")).ok());
     arguments.filter(|arguments| String::from_utf8_lossy(arguments).contains(directory)).count()
+}
+
+/// A show on files, once its four processes run: the program, its directory, and the beginning of
+/// the names of its settings, which its processes have as an argument.
+fn demo_on_stage(place: &Place) -> (Running, PathBuf, String) {
+    let temporary = place.path().join("tmp");
+    std::fs::create_dir_all(&temporary).unwrap();
+    let demo = Program::new(ONCEBOX, &["demo", "--no-progress"]).within(place.path());
+    let demo = demo.env("TMPDIR", &temporary.display().to_string()).start();
+    let settings = format!("{}/oncebox-demo-", temporary.display());
+    eventually("the cast is on the stage", || (processes_of(&settings) >= 4).then_some(()));
+    (demo, temporary, settings)
+}
+
+/// Shown by children whose stdin is empty: they run on, each with its connections.
+#[test]
+fn a_demo_that_is_killed_takes_its_processes_with_it_and_has_said_what_stays() {
+    let place = Place::new();
+    let (mut demo, temporary, settings) = demo_on_stage(&place);
+    let directory = std::fs::read_dir(&temporary).unwrap().next().unwrap().unwrap().path();
+    demo.says(&[&directory.display().to_string(), "database: sqlite://", "topic: demo-", "consumers: demo-"]);
+    demo.signal("-KILL");
+    eventually("nobody is left", || (processes_of(&settings) == 0).then_some(()));
+    drop(demo);
+}
+
+/// A closed terminal sends SIGHUP. Shown by leaving it to the system: the directory stays. And by
+/// listening for it where it is ignored: `nohup` has no effect.
+#[test]
+fn a_hangup_stops_a_program_as_sigterm_does_unless_it_is_to_be_ignored() {
+    let place = Place::migrated();
+    let (demo, temporary, settings) = demo_on_stage(&place);
+    demo.signal("-HUP");
+    demo.ends().fails(1, &["interrupted"]);
+    assert_eq!((processes_of(&settings), std::fs::read_dir(temporary).unwrap().count()), (0, 0));
+    let mut publisher = place.publisher(&["--listen", "127.0.0.1:0"]).start();
+    publisher.until_ready_says(200, &["relay 0: ready"]);
+    publisher.signal("-HUP");
+    publisher.ends().ok();
+    let mut publisher = place.program("nohup", &[PUBLISHER, "--listen", "127.0.0.1:0"]).start();
+    publisher.until_ready_says(200, &["relay 0: ready"]);
+    publisher.signal("-HUP");
+    std::thread::sleep(Duration::from_secs(1));
+    publisher.until_ready_says(200, &["relay 0: ready"]);
+    publisher.stop().ok();
 }
 
 /// Shown by leaving the signals to the system: publisher, consumers and sender run on; by saying

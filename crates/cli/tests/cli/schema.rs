@@ -2,7 +2,7 @@
 //! was built with: exit code 3, before anything else.
 
 use crate::database::Database;
-use crate::kit::{Place, Program};
+use crate::kit::{ONCEBOX, PUBLISHER, Place, Program};
 use crate::support::service;
 
 /// Programs and commands that need the tables; each says nothing but the error.
@@ -60,6 +60,21 @@ fn a_database_without_the_schema_ends_every_program_with_3_and_is_left_as_it_is(
         assert_eq!(place.json(&["migrate", "up"])["applied"][0], 1);
         place.oncebox(&["status"]).run().ok();
     }
+}
+
+/// In another directory the default names another file. Shown by the text of a database without
+/// tables: whoever obeys it gets an empty one.
+#[test]
+fn a_database_file_that_is_not_there_is_named_with_its_path_and_where_its_name_comes_from() {
+    let place = Place::new();
+    let path = std::fs::canonicalize(place.path()).unwrap().join("oncebox.db").display().to_string();
+    for command in [&["dead", "list"][..], &["status"], &["audit", "list"]] {
+        let done = Program::new(ONCEBOX, command).within(place.path()).run();
+        done.fails(3, &[&format!("the file {path} is not there"), "ONCEBOX_DATABASE__URL"]);
+    }
+    let done = Program::new(PUBLISHER, &["--until-empty"]).within(place.path()).run();
+    done.fails(3, &[&format!("the file {path} is not there")]);
+    assert!(!std::path::Path::new(&path).exists());
 }
 
 #[test]

@@ -11,6 +11,7 @@ fn the_template_is_the_example_file_and_is_accepted_as_it_stands() {
     let template = place.oncebox(&["config", "template"]).run().ok();
     let example = crate::readme::root().join("config.example.toml");
     assert_eq!(template, std::fs::read_to_string(example).unwrap());
+    place.oncebox(&["config", "template", "--output", "json"]).run().fails(2, &["TOML"]);
     let config = place.config(&template);
     let with_file = Program::new(ONCEBOX, &["config", "show", "--config", &config]).within(place.path()).run().ok();
     let without = Program::new(ONCEBOX, &["config", "show"]).within(place.path()).run().ok();

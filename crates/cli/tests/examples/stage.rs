@@ -11,7 +11,7 @@ use oncebox::broker::Broker;
 use oncebox::message::Arrived;
 
 use crate::process::Process;
-use crate::support::{eventually, unique};
+use crate::support::{eventually, unique, without_settings};
 
 /// Long enough for a busy machine and a rebalance of Kafka; a condition that holds ends the wait at
 /// once.
@@ -83,6 +83,7 @@ impl Stage {
 
 /// Runs a command to its end, which must be a good one; gives what it printed.
 pub(crate) fn finished(mut command: Command) -> String {
+    without_settings(&mut command);
     let output = command.output().unwrap();
     // Its arguments may hold a password.
     let (program, said) = (command.get_program(), String::from_utf8_lossy(&output.stderr));

@@ -1,23 +1,28 @@
-//! Rounds of a pair: a burst of payments, a SIGKILL while at least a hundred messages are in
-//! flight, the restart, the check.
+//! Rounds of a pair: a burst of payments, a SIGKILL while the killed process has work, the restart,
+//! the check.
 //!
-//! In flight is what is committed and has no effect yet. Whether the killed process had any of it
-//! in hand is not known: the publisher may have sent all of it. Services, topics, groups and all
-//! data live through all rounds. A kill with less in flight is no round.
+//! The publisher is killed during the burst, with at least one committed message that is not
+//! proven. A consumer is killed with at least a hundred messages that are in the topic and have no
+//! effect yet. A kill with less is no round. In the end messages must stand in the topic twice:
+//! else no kill hit the publisher between sending and marking. Services, topics, groups and all
+//! data live through all rounds.
 
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use oncebox::app::config::{ConsumerSettings, OnSettings, Secret, Settings};
-use oncebox::broker::Subscription;
+use oncebox::broker::{Broker, Subscription};
 
 use crate::business::{Business, topic};
 use crate::checker::{Entry, History, check};
 use crate::process::Process;
 
-/// A round counts only if so many committed messages had no effect yet when the kill came.
+/// A kill of a consumer counts only if so many messages were in the topic and had no effect yet.
 const IN_FLIGHT_MIN: i64 = 100;
+/// From so many rounds on, some kill of the publisher must have made it send a message twice.
+const ROUNDS_WITH_REPEATS: u32 = 25;
 /// Payments of a round, more where a kill hit too little. What a killed consumer had in hand, its
 /// successor runs one by one: each beyond what it takes to have so many in flight makes the round
 /// longer, and finds nothing.
@@ -69,52 +74,90 @@ pub(crate) async fn play<B: Business>(pair: Pair) {
     let mut burst = BURST;
     let mut invalid = 0;
     while killed[0] + killed[1] < pair.rounds {
-        let before = store.ledger_count().await;
-        writer.burst(&store, &topic_name, burst).await;
         let victim = usize::from((killed[0] + killed[1]) % 2 == 1);
-        // At work, so that the kill hits something: not before the first effect of this burst,
-        // unless none comes.
-        let waited = Instant::now();
-        while store.ledger_count().await == before && waited.elapsed() < Duration::from_millis(500) {
-            tokio::time::sleep(Duration::from_millis(2)).await;
-        }
-        tokio::time::sleep(Duration::from_micros(fastrand::u64(..30_000))).await;
-        let in_flight = writer.payments - store.ledger_count().await;
-        if victim == 0 {
-            publisher.kill_and_restart();
+        let has_hit = if victim == 0 {
+            let is_written = Cell::new(false);
+            let burst = async {
+                writer.burst(&store, &topic_name, burst).await;
+                is_written.set(true);
+            };
+            let kill = async {
+                while pending(&store).await == 0 && !is_written.get() {
+                    tokio::time::sleep(Duration::from_millis(2)).await;
+                }
+                tokio::time::sleep(Duration::from_micros(fastrand::u64(..30_000))).await;
+                let unproven = pending(&store).await;
+                publisher.kill_and_restart();
+                unproven > 0
+            };
+            tokio::join!(burst, kill).1
         } else {
+            let before = store.ledger_count().await;
+            writer.burst(&store, &topic_name, burst).await;
+            // At work, so that the kill hits something: not before the first effect of this burst,
+            // unless none comes.
+            let waited = Instant::now();
+            while store.ledger_count().await == before && waited.elapsed() < Duration::from_millis(500) {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+            tokio::time::sleep(Duration::from_micros(fastrand::u64(..30_000))).await;
+            // In this order, so that it is never more than there is.
+            let proven = writer.payments - pending(&store).await;
+            let in_flight = proven - store.ledger_count().await;
             let index = fastrand::usize(..consumers.len());
             consumers[index].kill_and_restart();
-        }
-        if in_flight >= IN_FLIGHT_MIN {
+            in_flight >= IN_FLIGHT_MIN
+        };
+        if has_hit {
             killed[victim] += 1;
         } else {
             // Killed all the same, but not counted.
             invalid += 1;
             // A fast machine needs some steps up to the largest burst, also where rounds are few.
             burst = (burst * 3 / 2).min(5_000);
-            assert!(invalid <= pair.rounds.max(20), "{}: kills hit nothing in flight; the run is invalid", pair.name);
+            assert!(invalid <= pair.rounds.max(20), "{}: kills hit no work; the run is invalid", pair.name);
         }
         settle(&store, &writer, &mut publisher, &mut consumers, &pair).await;
-        let history = History {
-            payments: store.payments().await,
-            topic: topic(&*broker, &topic_name).await,
-            ledger: store.ledger().await,
-            settled: true,
-        };
-        let wrong = check(&history);
-        assert!(wrong.is_empty(), "{} after {killed:?} kills: {:#?}", pair.name, &wrong[..wrong.len().min(20)]);
+        require_whole(&pair, &store, &*broker, &topic_name, killed).await;
     }
-    eprintln!(
-        "{}: {} kills of the publisher and {} of a consumer with at least {IN_FLIGHT_MIN} in flight ({invalid} more not counted), {} payments",
-        pair.name, killed[0], killed[1], writer.payments
-    );
     publisher.stop(SETTLE);
     for consumer in consumers {
         consumer.stop(SETTLE);
     }
-    assert_eq!(store.ledger_count().await, writer.payments, "{}: at its end", pair.name);
+    let records = require_whole(&pair, &store, &*broker, &topic_name, killed).await;
+    let repeated = i64::try_from(records).unwrap() - writer.payments;
+    eprintln!(
+        "{}: {} kills of the publisher and {} of a consumer ({invalid} more not counted), {} payments, {repeated} sent twice",
+        pair.name, killed[0], killed[1], writer.payments
+    );
+    assert!(
+        repeated > 0 || pair.rounds < ROUNDS_WITH_REPEATS,
+        "{}: no kill hit between sending and marking",
+        pair.name
+    );
     store.close().await;
+    let subscription = Subscription::new(consumer, vec![topic_name]);
+    broker.remove(&[subscription]).await.unwrap();
+}
+
+/// Everything committed has arrived, once and in order. Gives how many records the topic has.
+async fn require_whole<B: Business>(
+    pair: &Pair,
+    store: &B,
+    broker: &dyn Broker,
+    topic_name: &str,
+    killed: [u32; 2],
+) -> usize {
+    let (payments, ledger) = (store.payments().await, store.ledger().await);
+    let history = History { payments, topic: topic(broker, topic_name).await, ledger };
+    let wrong = check(&history);
+    assert!(wrong.is_empty(), "{} after {killed:?} kills: {:#?}", pair.name, &wrong[..wrong.len().min(20)]);
+    history.topic.len()
+}
+
+/// How many committed messages the publisher has not marked as proven.
+async fn pending<B: Business>(store: &B) -> i64 {
+    i64::try_from(store.status().await.unwrap().pending).unwrap()
 }
 
 fn with_config(binary: &str, config: &Path) -> Command {

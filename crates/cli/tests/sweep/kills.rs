@@ -18,7 +18,7 @@ use crate::api::{Answer, Api, Plan, SOON, body};
 use crate::ledgers::{Entries, Tables, provider_books, sorted};
 use crate::points::POINTS;
 use crate::provider::ProviderProcess;
-use crate::support::{eventually, service, unique};
+use crate::support::{eventually, service, unique, without_settings};
 
 /// Kills on SQLite and PostgreSQL together, whatever was asked for.
 const KILLS_MIN: usize = 200;
@@ -194,9 +194,10 @@ async fn with_an_operator<S: Tables>(plan: &Plan, provider: &ProviderProcess, st
     let uuid: uuid::Uuid = open[0].parse().unwrap();
     eventually("resolved by an operator", SOON, || async {
         let why = ["--why", "found in the provider's console", "--happened", "charge"];
-        let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_oncebox"));
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_oncebox"));
+        without_settings(&mut command);
         command.args(["--database", &plan.database, "operations", "resolve"]).args(why).arg(uuid.to_string());
-        let said = command.output().await.unwrap();
+        let said = tokio::process::Command::from(command).output().await.unwrap();
         if !said.status.success() {
             eprintln!("{}{}", String::from_utf8_lossy(&said.stdout), String::from_utf8_lossy(&said.stderr));
         }

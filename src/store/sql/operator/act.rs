@@ -320,7 +320,7 @@ async fn audit(
         DeadPlace::Consumer(name) => name,
     };
     let detail = done.detail(&message.reason);
-    let mut document = serde_json::json!({ "deadReason": detail });
+    let mut document = serde_json::json!({ "reasonBefore": detail });
     if let Some(id) = new_id {
         document["newId"] = id.to_string().into();
     }
