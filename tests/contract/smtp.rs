@@ -13,6 +13,10 @@ pub(crate) const LOST: u16 = 0;
 #[allow(dead_code)]
 pub(crate) const SILENT: u16 = 1;
 
+/// The e-mail is taken, and nothing is answered while its sender waits.
+#[allow(dead_code)]
+pub(crate) const MUTE: u16 = 3;
+
 /// The e-mail is taken with 250, and text in Latin-1.
 #[allow(dead_code)]
 pub(crate) const LATIN: u16 = 2;
@@ -84,8 +88,9 @@ async fn talk(
                 if code == LOST {
                     return None;
                 }
-                if code == SILENT {
-                    socket.write_all(b"250 so be it\r\n").await.ok()?;
+                if [SILENT, MUTE].contains(&code) {
+                    let answer: &[u8] = if code == SILENT { b"250 so be it\r\n" } else { b"" };
+                    socket.write_all(answer).await.ok()?;
                     while socket.read_line(&mut line).await.ok()? > 0 {}
                     return None;
                 }

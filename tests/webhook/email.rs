@@ -61,7 +61,7 @@ async fn o28_only_the_only_trys_refusal_is_one_and_a_doubt_ends_dead() {
     assert_eq!(dead, Delivery::Dead(u32::try_from(taken.lock().unwrap().len()).unwrap()));
 }
 
-// Shown by: taking every 5xx for a refusal of the e-mail.
+// Shown by: taking every 5xx for a refusal of the e-mail; leaving out the credentials.
 #[tokio::test]
 async fn o28_credentials_that_a_server_does_not_take_refuse_no_e_mail() {
     // It says so when it has the text.
