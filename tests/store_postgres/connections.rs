@@ -529,7 +529,7 @@ async fn of_several_hosts_the_primary_is_used_also_after_a_failover() {
         // Each look takes a connection of its own.
         let mut connection = kept.pool().acquire().await.unwrap();
         let port: String =
-            sqlx::query_scalar("select current_setting('port')").fetch_one(&mut connection).await.unwrap();
+            sqlx::query_scalar("select current_setting('port')").fetch_one(&mut *connection).await.unwrap();
         assert_eq!(port, first.rsplit_once(':').unwrap().1);
         looks.push(connection.detach());
         tokio::time::sleep(Duration::from_millis(200)).await;
