@@ -61,6 +61,31 @@ pub struct Status {
     pub consumers: Vec<ConsumerStatus>,
     /// E-mails not yet sent, up to 10,000.
     pub emails_pending: u64,
+    /// What waits for a person, or for a process that does not come.
+    pub unattended: Unattended,
+}
+
+/// E-mails, operations and keys that wait for a person, or for a process that does not come. Each
+/// number is counted among 10,000 rows at most, so that its cost is bounded. An age is 0 where
+/// nothing waits.
+#[derive(Debug, Clone, Default, PartialEq, serde::Serialize)]
+pub struct Unattended {
+    /// How long ago the oldest e-mail was queued that is due, or was tried in vain, seconds.
+    pub oldest_email_age_seconds: f64,
+    /// E-mails that failed for good, and that nobody queued again or deleted.
+    pub emails_failed: u64,
+    /// Operations in phases that are parked: they wait for a person.
+    pub operations_parked: u64,
+    /// How long ago the first of them was parked, seconds.
+    pub oldest_parked_age_seconds: f64,
+    /// Operations in phases that are due, and that no process drives.
+    pub operations_undriven: u64,
+    /// For how long the first of them has had no driver, seconds.
+    pub oldest_undriven_age_seconds: f64,
+    /// Keys whose outcome nobody knows, without those of operations in phases.
+    pub keys_unknown: u64,
+    /// How long ago the first of them was claimed, seconds.
+    pub oldest_unknown_age_seconds: f64,
 }
 
 /// The state of one consumer.
@@ -456,9 +481,13 @@ pub struct LockWait {
     pub statement: String,
     /// For how long, seconds.
     pub seconds: f64,
-    /// On PostgreSQL the connections that hold the lock: number, name of the program, what it does.
-    /// On MySQL they are not asked for.
+    /// The connections that hold the lock: number, name of the program, what it does. Empty where
+    /// the server does not tell.
     pub holders: Vec<String>,
+    /// For how long the oldest transaction of the holders has been open, seconds; `None` where the
+    /// server does not tell. A handler gives up a wait after seconds and begins anew, so its own
+    /// wait is never long.
+    pub held_seconds: Option<f64>,
 }
 
 impl DeadMessage {
@@ -475,7 +504,8 @@ pub trait Operator: Debug + Send + Sync {
     async fn status(&self) -> Result<Status, StoreError>;
 
     /// As [`Operator::status`], but with the inbox rows of an earlier status (0 for a consumer that
-    /// is not in it), because to count them takes longer than all the rest.
+    /// is not in it) and what was unattended there, because to count them takes longer than all the
+    /// rest.
     async fn status_since(&self, earlier: &Status) -> Result<Status, StoreError>;
 
     /// Connections that have waited for a lock for longer than this, as far as the server tells. It

@@ -55,7 +55,7 @@ pub use crate::{
     },
     operator::{
         ActContext, AuditEntry, ConsumerStatus, DeadFilter, DeadMessage, DeadPlace, DeadState, Forgotten, HistoryEntry,
-        LockWait, Operator, OperatorAct, OperatorOutcome, ShardStatus, Status,
+        LockWait, Operator, OperatorAct, OperatorOutcome, ShardStatus, Status, Unattended,
     },
     outbox::port::{
         Diversion, DivertedRow, LeaseAnswer, LeaseRequest, Mark, OpenGaps, OperatorRequest, Outbox, OutboxRow,

@@ -45,7 +45,7 @@ enum Command {
     /// Make or show the tables
     #[command(subcommand)]
     Migrate(migrate::MigrateCommand),
-    /// Show how outbox, consumers and e-mails stand, and what of it is stuck
+    /// Show how outbox, consumers, e-mails and operations stand, and what of it is stuck
     Status(status::StatusArgs),
     /// Look at everything the promise rests on; exit code 3 where something breaks it, or is stuck
     Doctor(doctor::DoctorArgs),

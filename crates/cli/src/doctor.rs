@@ -26,8 +26,9 @@ const NOBODY: &str = "oncebox-doctor";
 /// What counts as stuck, and what `doctor` does beside looking.
 #[derive(Debug, Clone, Args)]
 pub(super) struct DoctorArgs {
-    /// A pending, held or waiting message that is older than this is stuck, and so is a connection
-    /// that waits for a lock for longer
+    /// A message that is pending, held or waiting for longer than this is stuck, and so is an
+    /// e-mail, an operation or a key that waits for longer, and a connection that waits for a lock
+    /// which was taken longer ago
     #[arg(long, value_name = "TIME", default_value = "1m", value_parser = oncebox::app::config::parse_duration)]
     older_than: Duration,
     /// Mend a sequence of positions that stands behind the cursor, and have the relay read what it
@@ -51,29 +52,23 @@ pub(super) async fn run(args: &DoctorArgs, common: &CommonArgs, output: Output) 
         oncebox::with_store!(&settings, None, |store| mend(store, args).await)?;
     }
     let mut findings = Vec::new();
-    let held = database(&settings, args.older_than, &mut findings).await.unwrap_or_else(|error| {
-        let remedy = "see the message; the rest of the database was not looked at";
-        findings.push(Finding::refused("database", error.message, remedy));
-        Vec::new()
-    });
-    let mut refused = Vec::new();
-    match broker(&settings).await {
-        Ok(None) => findings.push(Finding::warning(
-            "broker",
-            format!("{}: the file is not there yet", settings.broker.url.0),
-            "start `publisher` or `consumer`, which make it, or mend [broker] url",
-        )),
-        Ok(Some(broker)) => {
-            findings.extend(broker_findings(&broker, &settings, &held).await);
-            refused = refused_starts(&settings, &broker, &findings).await;
+    let broker = broker(&settings).await;
+    let refused = match both(&settings, &broker, args.older_than, &mut findings).await {
+        Ok(refused) => refused,
+        Err(error) => {
+            findings.push(unread(error));
+            findings.extend(of_broker(&broker, &settings, &[]).await);
+            Vec::new()
         }
-        Err(error) => findings.push(Finding::refused(
-            "broker",
-            error.message,
-            "mend the broker's settings, or what its message names",
-        )),
-    }
+    };
     findings.extend(unusable(&settings));
+    if settings.consumer.is_empty() {
+        findings.push(Finding::warning(
+            "consumers",
+            "no [[consumer]] is configured: their topics, groups, queues and handlers were not looked at",
+            "give the file of the consumers: `oncebox doctor --config FILE`",
+        ));
+    }
     let starts = |consumer: &&ConsumerSettings| refused.iter().all(|(name, _)| *name != consumer.name);
     findings.extend(settings.consumer.iter().filter(starts).filter_map(horizon));
     findings.extend(refused.into_iter().map(|(name, why)| {
@@ -102,18 +97,61 @@ fn is_directory(path: &Path) -> bool {
     path.as_os_str().is_empty() || path.is_dir()
 }
 
-/// Adds what is found in the database, also where an error ends the look. Returns the first message
-/// of each topic that cannot be sent to.
-async fn database(
+/// Adds what is found in the database, also where an error ends the look, and at the broker.
+/// Returns the consumers that the two let not start: the name of each, and why.
+///
+/// # Errors
+/// The database cannot be connected to. Then nothing was looked at.
+async fn both(
     settings: &Settings,
+    broker: &Result<Option<AnyBroker>, AppError>,
     older_than: Duration,
     findings: &mut Vec<Finding>,
-) -> Result<Vec<DeadMessage>, AppError> {
+) -> Result<Vec<(String, String)>, AppError> {
     oncebox::with_store!(settings, None, |store| {
-        let held = look(&store, settings, older_than, findings).await;
+        let held = look(&store, settings, older_than, findings).await.unwrap_or_else(|error| {
+            findings.push(unread(error));
+            Vec::new()
+        });
+        findings.extend(of_broker(broker, settings, &held).await);
+        let refused = match broker {
+            Ok(Some(broker)) if !findings.iter().any(is_out_of_reach) => {
+                settings.refused_starts(&*store.clone().into_duties(), &**broker).await
+            }
+            _ => Vec::new(),
+        };
         oncebox::store::Base::close(&store).await;
-        held
+        Ok(refused)
     })
+}
+
+fn unread(error: AppError) -> Finding {
+    Finding::refused("database", error.message, "see the message; the rest of the database was not looked at")
+}
+
+/// Whether database or broker cannot be asked anything.
+fn is_out_of_reach(finding: &Finding) -> bool {
+    finding.severity == Severity::Refused && ["database", "schema", "broker"].contains(&finding.name.as_str())
+}
+
+/// What is found at the broker; `held` has the first message of each topic that cannot be sent to.
+async fn of_broker(
+    broker: &Result<Option<AnyBroker>, AppError>,
+    settings: &Settings,
+    held: &[DeadMessage],
+) -> Vec<Finding> {
+    match broker {
+        Ok(Some(broker)) => broker_findings(broker, settings, held).await,
+        Ok(None) => vec![Finding::warning(
+            "broker",
+            format!("{}: the file is not there yet", settings.broker.url.0),
+            "start `publisher` or `consumer`, which make it, or mend [broker] url",
+        )],
+        Err(error) => {
+            let remedy = "mend the broker's settings, or what its message names";
+            vec![Finding::refused("broker", error.message.clone(), remedy)]
+        }
+    }
 }
 
 /// Mends what is broken. Without `--yes` nothing is changed, and an error says what would be done.
@@ -172,7 +210,7 @@ async fn look<S: OperationStore>(
         }
     }
     super::stuck::look(&*duties, &status, older_than, findings).await?;
-    findings.extend(super::stuck::handlers(store, settings).await);
+    findings.extend(super::stuck::handlers(store, &*duties, settings).await);
     Ok(duties.held_topics(HELD_TOPICS_MAX).await?)
 }
 
@@ -251,33 +289,6 @@ fn unusable(settings: &Settings) -> Vec<Finding> {
         Finding::refused(name, why, format!("mend it, or `{program}` does not start"))
     };
     settings.mistakes().into_iter().map(refused).collect()
-}
-
-/// The consumers that database and broker let not start: the name of each, and why. Nothing where
-/// one of the two is refused or away itself, which `findings` say already.
-async fn refused_starts(settings: &Settings, broker: &AnyBroker, findings: &[Finding]) -> Vec<(String, String)> {
-    let is_broken = |finding: &Finding| {
-        finding.severity == Severity::Refused && ["database", "schema", "broker"].contains(&finding.name.as_str())
-    };
-    if findings.iter().any(is_broken) {
-        return Vec::new();
-    }
-    // That the database cannot be asked was found above.
-    ask(settings, broker).await.unwrap_or_default()
-}
-
-async fn ask(settings: &Settings, broker: &AnyBroker) -> Result<Vec<(String, String)>, AppError> {
-    oncebox::with_store!(settings, None, |store| ask_on(store, settings, broker).await)
-}
-
-async fn ask_on<S: Store>(
-    store: S,
-    settings: &Settings,
-    broker: &AnyBroker,
-) -> Result<Vec<(String, String)>, AppError> {
-    let refused = settings.refused_starts(&*store.clone().into_duties(), &**broker).await;
-    store.close().await;
-    Ok(refused)
 }
 
 /// Says what an inbox with a horizon cannot recognise (G8).

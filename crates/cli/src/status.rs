@@ -14,7 +14,8 @@ use oncebox::store::{Duties, Status, Store};
 /// What counts as stuck, and how much is shown.
 #[derive(Debug, Clone, Args)]
 pub(super) struct StatusArgs {
-    /// A pending, held or waiting message that is older than this is stuck
+    /// A message that is pending, held or waiting for longer than this is stuck, and so is an
+    /// e-mail, an operation or a key that waits for longer
     #[arg(long, value_name = "TIME", default_value = "1m", value_parser = oncebox::app::config::parse_duration)]
     older_than: Duration,
     /// At most this many shards, consumers, and lines about what is stuck
@@ -67,6 +68,7 @@ fn stuck(status: &Status, older_than: Duration) -> Vec<String> {
         Stuck::Absent(consumer) => {
             format!("consumer {}: no process of it runs, the last was there {}", consumer.name, seen(consumer))
         }
+        Stuck::Unattended(one) => one.detail.clone(),
     };
     stuck_by(status, older_than).iter().map(line).collect()
 }
@@ -79,15 +81,29 @@ fn age(count: u64, state: &str, seconds: f64) -> String {
 }
 
 fn print(status: &Status) -> Result<(), AppError> {
+    let waits = &status.unattended;
     data!(
-        "outbox: {} pending (oldest {:.1} s), {} held (oldest {:.1} s), {} dead; {} e-mails to send",
+        "outbox: {} pending (oldest {:.1} s), {} held (oldest {:.1} s), {} dead; {} e-mails to send (oldest {:.1} s), {} failed",
         status.pending,
         status.oldest_pending_age_seconds,
         status.held,
         status.oldest_held_age_seconds,
         status.dead,
-        status.emails_pending
+        status.emails_pending,
+        waits.oldest_email_age_seconds,
+        waits.emails_failed
     );
+    if waits.operations_parked + waits.operations_undriven + waits.keys_unknown > 0 {
+        data!(
+            "operations: {} parked (oldest {:.1} s), {} due without a driver (oldest {:.1} s); {} keys of unknown outcome (oldest {:.1} s)",
+            waits.operations_parked,
+            waits.oldest_parked_age_seconds,
+            waits.operations_undriven,
+            waits.oldest_undriven_age_seconds,
+            waits.keys_unknown,
+            waits.oldest_unknown_age_seconds
+        );
+    }
     let shards = status.shards.iter().map(|shard| {
         [
             shard.shard.to_string(),
@@ -110,7 +126,7 @@ fn print(status: &Status) -> Result<(), AppError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use oncebox::store::{ConsumerStatus, ShardStatus};
+    use oncebox::store::{ConsumerStatus, ShardStatus, Unattended};
 
     // Shown by: leaving out any of the four.
     #[test]
@@ -155,5 +171,28 @@ mod tests {
         assert_eq!(stuck(&status, minute)[0], "3 messages pending, the oldest for 80 s, and no publisher owns shard 0");
         let fresh = Status { shards: status.shards, ..Status::default() };
         assert_eq!(stuck(&fresh, minute), ["no publisher owns shard 0"]);
+        let mut left = Status {
+            emails_pending: 2,
+            unattended: Unattended {
+                oldest_email_age_seconds: 61.0,
+                emails_failed: 1,
+                operations_parked: 1,
+                oldest_parked_age_seconds: 62.0,
+                operations_undriven: 3,
+                oldest_undriven_age_seconds: 63.0,
+                keys_unknown: 4,
+                oldest_unknown_age_seconds: 64.0,
+            },
+            ..Status::default()
+        };
+        let expected = [
+            "2 e-mails to send, the oldest for 61 s",
+            "1 operation parked for 62 s",
+            "3 operations due without a driver, the oldest for 63 s",
+            "4 keys of unknown outcome, the oldest for 64 s",
+        ];
+        assert_eq!(stuck(&left, minute), expected);
+        left.unattended.oldest_email_age_seconds = 59.0;
+        assert_eq!(stuck(&left, minute), expected[1..]);
     }
 }

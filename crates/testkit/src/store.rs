@@ -423,6 +423,7 @@ macro_rules! store_conformance {
                 o8_what_arrives_while_a_conflict_is_judged_is_not_judged_with_it,
                 a_conflict_outlives_its_record_until_it_is_judged,
                 o22_the_deployment_is_the_databases,
+                the_status_counts_operations_and_keys_that_nobody_carries_on,
             ];
             key_operator: [
                 keys_are_found_by_every_filter,
@@ -457,6 +458,7 @@ macro_rules! store_conformance {
                 o28_a_row_says_how_many_tries_may_have_arrived,
                 r22_a_lease_of_an_email_that_ends_later_than_any_lease_can_is_over,
                 g11_an_email_that_was_settled_is_blanked_and_then_its_key_forgotten,
+                the_status_counts_emails_that_are_late_and_those_that_failed,
             ];
         }
     };

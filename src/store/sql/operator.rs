@@ -10,13 +10,14 @@ mod act;
 mod consumers;
 pub(in crate::store) mod list;
 pub(in crate::store) mod status;
+mod unattended;
 
 use std::time::Duration;
 
 use async_trait::async_trait;
 use uuid::Uuid;
 
-use super::{SqlStore, audit, sql};
+use super::{Session, SqlStore, audit, sql};
 use crate::email::port::Mailbox;
 use crate::error::StoreError;
 use crate::operator::{
@@ -43,13 +44,23 @@ async fn read_status<S: OperatorSql>(store: &S, earlier: Option<&Status>) -> Res
     let status = if dialect == Dialect::Postgres {
         let mut transaction = store.begin_sql().await?;
         transaction.session().rows(sql(status::PLANS)).await?;
-        let status = status::read(transaction.session(), dialect, earlier).await?;
+        let status = read_by(transaction.session(), dialect, earlier).await?;
         transaction.rollback().await?;
         status
     } else {
-        status::read(&mut *store.reader().await?, dialect, earlier).await?
+        read_by(&mut *store.reader().await?, dialect, earlier).await?
     };
     Ok(Status { emails_pending: store.emails_pending().await?, ..status })
+}
+
+/// Reads the status except how many e-mails are pending. What is unattended is copied from an
+/// `earlier` status.
+async fn read_by(session: &mut dyn Session, dialect: Dialect, earlier: Option<&Status>) -> Result<Status, StoreError> {
+    let unattended = match earlier {
+        Some(earlier) => earlier.unattended.clone(),
+        None => unattended::read(session).await?,
+    };
+    Ok(Status { unattended, ..status::read(session, dialect, earlier).await? })
 }
 
 #[async_trait]

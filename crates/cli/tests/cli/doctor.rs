@@ -143,7 +143,48 @@ fn both_sides_are_looked_at_where_one_is_broken() {
     done.ends_with(3, &["broken"]);
     each_has_a_remedy(&done);
     let names: Vec<String> = findings(&done).into_iter().map(|(name, ..)| name).collect();
-    assert_eq!(names, ["schema", "broker"]);
+    assert_eq!(names, ["schema", "broker", "consumers"]);
+}
+
+/// Shown to fail: where the settings come from the environment, the broker's groups and queues were
+/// not looked at, and nothing said so.
+#[test]
+fn doctor_says_where_no_consumer_is_configured_that_it_looked_at_none() {
+    let place = Place::migrated();
+    let config = place.ledger();
+    let rows = |arguments: &[&str]| {
+        let done = doctor(&place, arguments);
+        each_has_a_remedy(&done);
+        findings(&done).into_iter().filter(|(name, ..)| name == "consumers").collect::<Vec<_>>()
+    };
+    let without = rows(&[]);
+    assert!(without.len() == 1 && without[0].1 == "warning" && without[0].2.contains("--config FILE"), "{without:?}");
+    assert!(rows(&["--config", &config]).is_empty());
+}
+
+/// Nobody reads the messages of a bucket without a shard, and two relays send those of one with
+/// two.
+#[test]
+fn buckets_that_do_not_belong_to_exactly_one_shard_are_named() {
+    let place = Place::migrated();
+    let of_buckets = |done: &Done| findings(done).into_iter().find(|(name, ..)| name == "outbox: buckets").unwrap().1;
+    assert_eq!(of_buckets(&doctor(&place, &[])), "ok");
+    for (change, words) in [
+        ("bucket_from = 3, bucket_to = 9", "no shard has buckets 0-2, 10-255: nobody sends their messages"),
+        ("bucket_from = 0, bucket_to = 254", "no shard has buckets 255-255: nobody sends their messages"),
+    ] {
+        place.sql(&format!("update oncebox_shard set {change}"));
+        let done = doctor(&place, &[]);
+        done.ends_with(3, &["broken"]);
+        each_has_a_remedy(&done);
+        assert!(of_buckets(&done) == "refused" && done.stdout.contains(words), "{}", done.stdout);
+    }
+    let test = "buckets_that_do_not_belong_to_exactly_one_shard_are_named";
+    let Some(place) = Place::on_server(test, "ONCEBOX_TEST_POSTGRES") else { return };
+    place.sql("insert into oncebox.shard (shard_id, bucket_from, bucket_to) values (1, 200, 255)");
+    let done = doctor(&place, &[]);
+    let words = "several shards have buckets 200-255: their messages are sent twice";
+    assert!(of_buckets(&done) == "refused" && done.stdout.contains(words), "{}", done.stdout);
 }
 
 #[test]

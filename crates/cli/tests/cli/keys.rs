@@ -118,6 +118,51 @@ fn ids(place: &Place, filter: &[&str]) -> Vec<String> {
 }
 
 // Shown by: `show` that inserts the key whatever was given.
+/// Shown to fail: by a status and a doctor that look at messages alone: both said nothing of all
+/// this, and doctor ended with 0.
+#[test]
+fn operations_keys_and_emails_that_nobody_carries_on_are_stuck() {
+    let place = Place::migrated();
+    let ago = |table: &str, column: &str| {
+        place.sql(&format!("update oncebox_{table} set {column} = {column} - 7200000 where {column} is not null"));
+    };
+    // Its process was killed.
+    asked(&place, "killed", "key");
+    ago("operation", "due_at");
+    ago("operation", "lease_until");
+    park_as(&place, &asked(&place, "parked", "query"), "provider-mismatch");
+    ago("operation", "updated_at");
+    edge(&place, "unknown", Some(RunOutcome::Unknown));
+    ago("idempotency_request", "created_at");
+    place.sql(
+        "insert into oncebox_email (unique_key, recipient, subject, body, due_at, created_at, state, settled_at)
+         values ('a', 'a@b', 's', 'b', 1, unixepoch() * 1000 - 7200000, 'pending', null),
+                ('b', 'a@b', 's', 'b', 1, unixepoch() * 1000, 'pending', null),
+                ('c', 'a@b', 's', 'b', null, 1, 'failed', 1)",
+    );
+    let status = place.oncebox(&["status"]).run().ok();
+    let done = place.oncebox(&["doctor", "--output", "json"]).run();
+    let found: Value = serde_json::from_str(&done.stdout).unwrap();
+    for (name, detail, remedy) in [
+        ("e-mails: to send", "2 e-mails to send, the oldest for 72", "start `oncebox sender`"),
+        ("operations: parked", "1 operation parked for 72", "`oncebox operations list --parked`"),
+        ("operations: recovery", "1 operation due without a driver for 66", "start a recovery worker"),
+        ("keys: unknown", "1 key of unknown outcome for 72", "`oncebox keys list --state unknown`"),
+    ] {
+        assert!(status.contains(&format!("stuck: {detail}")), "{detail} in {status}");
+        let row = found["findings"].as_array().unwrap().iter().find(|row| row["name"] == name);
+        let row = row.unwrap_or_else(|| panic!("{name} in {found}"));
+        assert_eq!(row["severity"], "stuck", "{row}");
+        let says = |field: &str, words: &str| row[field].as_str().is_some_and(|text| text.contains(words));
+        assert!(says("detail", detail) && says("remedy", remedy), "{row}");
+    }
+    let failed = found["findings"].as_array().unwrap().iter().find(|row| row["name"] == "e-mails: failed").unwrap();
+    assert_eq!((&failed["severity"], &failed["detail"]), (&json!("warning"), &json!("1 e-mail failed for good")));
+    assert!(status.contains("2 e-mails to send (oldest 72") && status.contains(", 1 failed\n"), "{status}");
+    assert!(status.contains("operations: 1 parked (oldest 72"), "{status}");
+    done.ends_with(3, &["stuck"]);
+}
+
 #[test]
 fn keys_are_listed_as_hashes_and_shown_whole_only_where_they_are_named() {
     let place = Place::migrated();

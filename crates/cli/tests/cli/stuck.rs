@@ -56,10 +56,14 @@ const DOCTOR: &[&str] = &["doctor", "--older-than", "1s", "--output", "json"];
 
 /// The doctor ends with 3, and one of its rows has this name, these words, and something to do.
 fn says(world: &World, row: &str, words: &[&str]) {
+    says_by(DOCTOR, world, row, words);
+}
+
+fn says_by(doctor: &[&str], world: &World, row: &str, words: &[&str]) {
     let mut last = String::new();
     let what = format!("doctor says `{row}`, {words:?}");
     eventually(&what, || {
-        let done = world.oncebox(DOCTOR).run();
+        let done = world.oncebox(doctor).run();
         last.clone_from(&done.stdout);
         let found: serde_json::Value = serde_json::from_str(&done.stdout).ok()?;
         let rows = found["findings"].as_array()?.clone();
@@ -176,27 +180,36 @@ fn a_table_that_is_gone_is_said_with_the_handler_that_needs_it() {
     }
 }
 
-/// A lock on the ledger, held until it is dropped.
-enum TableLock {
+/// A lock on the ledger, held until it is released.
+enum Lock {
     Postgres(tokio::runtime::Runtime, PgConnection),
     MySql(tokio::runtime::Runtime, MySqlConnection),
 }
 
-impl TableLock {
-    fn on(url: &str) -> Self {
+impl Lock {
+    fn on_the_table(url: &str) -> Self {
+        Self::by(
+            url,
+            match url.starts_with("mysql") {
+                true => "lock tables ledger_entry write",
+                false => "begin; lock table ledger_entry in access exclusive mode",
+            },
+        )
+    }
+
+    fn by(url: &str, sql: &'static str) -> Self {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         if url.starts_with("mysql") {
             let connection = runtime.block_on(async {
                 let mut connection = MySqlConnection::connect(url).await.unwrap();
-                sqlx::raw_sql("lock tables ledger_entry write").execute(&mut connection).await.unwrap();
+                sqlx::raw_sql(sql).execute(&mut connection).await.unwrap();
                 connection
             });
             return Self::MySql(runtime, connection);
         }
         let connection = runtime.block_on(async {
             let mut connection = PgConnection::connect(url).await.unwrap();
-            let lock = "begin; lock table ledger_entry in access exclusive mode";
-            sqlx::raw_sql(lock).execute(&mut connection).await.unwrap();
+            sqlx::raw_sql(sql).execute(&mut connection).await.unwrap();
             connection
         });
         Self::Postgres(runtime, connection)
@@ -218,14 +231,40 @@ fn a_handler_that_hangs_in_a_lock_is_said_with_who_holds_it() {
         let (consumer, publisher) = (consumer(&world), publisher(&world));
         world.enqueue("acc-7", &payment("p1"));
         entries(&world, &["p1"]);
-        let lock = TableLock::on(world.place.database());
+        let lock = Lock::on_the_table(world.place.database());
         world.enqueue("acc-7", &payment("p2"));
         let is_postgres = world.place.database().starts_with("postgres");
         let holder = if is_postgres { "idle in transaction" } else { "nobody that is shown" };
         says(&world, "lock: connection", &["waits for", "ledger_entry", holder]);
+        if is_postgres {
+            says(&world, "handler of payment.created", &["is locked, by connection", holder]);
+        }
         lock.release();
         entries(&world, &["p1", "p2"]);
         is_well(&world);
+        publisher.stop().ok();
+        consumer.stop().ok();
+    }
+}
+
+/// A handler gives up its wait after 5 s and begins a new one, which is never as old as what counts
+/// as stuck. What it waits for is.
+///
+/// Shown to fail: by judging the age of the wait alone.
+#[test]
+fn a_wait_that_begins_anew_is_judged_by_the_transaction_that_holds_the_lock() {
+    let test = "a_wait_that_begins_anew_is_judged_by_the_transaction_that_holds_the_lock";
+    for world in worlds(test) {
+        let (consumer, publisher) = (consumer(&world), publisher(&world));
+        let same_row = "begin; insert into ledger_entry (payment_id, account_id) values ('p1', 'by hand')";
+        let lock = Lock::by(world.place.database(), same_row);
+        world.enqueue("acc-7", &payment("p1"));
+        let is_postgres = world.place.database().starts_with("postgres");
+        let holder = if is_postgres { "idle in transaction, for" } else { "of oncebox, sleep, for" };
+        let doctor = ["doctor", "--older-than", "8s", "--output", "json"];
+        says_by(&doctor, &world, "lock: connection", &["waits for", "ledger_entry", holder]);
+        lock.release();
+        entries(&world, &["p1"]);
         publisher.stop().ok();
         consumer.stop().ok();
     }
@@ -383,7 +422,7 @@ fn doctor_has_a_remedy_for_all_that_status_calls_stuck() {
     );
     let waiting = finding(&place, &[], "consumer ledger: waiting");
     let detail = waiting["detail"].as_str().unwrap();
-    assert!(detail.starts_with("2 messages waiting and 0 held, the oldest for 36"), "{detail}");
+    assert!(detail.starts_with("2 messages waiting, the oldest for 36"), "{detail}");
     assert!(detail.contains(" s; due first: c2 of topic payments after "), "{detail}");
     // What is held has no error. The dead message of its key has one.
     let place = Place::migrated();
@@ -397,13 +436,32 @@ fn doctor_has_a_remedy_for_all_that_status_calls_stuck() {
     place.publish();
     place.consume(&config).ok();
     place.sql("update oncebox_waiting set stored_at = stored_at - 3600000");
-    let waiting = finding(&place, &[], "consumer ledger: waiting");
-    let says = |name: &str, words: &str| assert!(waiting[name].as_str().unwrap().contains(words), "{words}: {waiting}");
-    says("detail", "the oldest, c2 of topic payments");
+    let held = finding(&place, &[], "consumer ledger: held");
+    let says = |name: &str, words: &str| assert!(held[name].as_str().unwrap().contains(words), "{words}: {held}");
+    says("detail", "1 message held, the oldest, c2 of topic payments");
     says("detail", "behind a dead message of its key, c1: the parameter `account`");
     says("remedy", "redrive or discard c1; `oncebox dead show c1`");
     assert!(place.oncebox(&["dead", "show", "c2"]).run().ok().contains("held by       c1\n"));
     let listed = place.oncebox(&["dead", "list", "--state", "held"]).run().ok();
     assert!(listed.contains("behind a dead message of its key, c1"), "{listed}");
     place.oncebox(&["dead", "redrive", "c2", "--why", "x"]).run().fails(4, &["c2: it waits", "c1, which is dead"]);
+    // What waits for another reason has a row of its own.
+    place.enqueue("acc-9", &payment("p3"));
+    place.publish();
+    let long = [("attempts_max = 2", "attempts_max = 9"), ("\"20ms\"", "\"1h\""), ("\"50ms\"", "\"1h\"")];
+    let late = std::fs::read_to_string(&config).unwrap();
+    let late = long.iter().fold(late, |text, (from, to)| text.replace(from, to));
+    place.sql(
+        "create trigger closed before insert on ledger_entry begin select raise(abort, 'the ledger is closed'); end",
+    );
+    place.consume(&place.config(&late)).ok();
+    let held = finding(&place, &[], "consumer ledger: held");
+    let waiting = finding(&place, &[], "consumer ledger: waiting");
+    for (row, words, error) in [
+        (&held, "1 message held, of waiting and held the oldest for 36", "the parameter `account`"),
+        (&waiting, "1 message waiting, of waiting and held the oldest for 36", "the ledger is closed"),
+    ] {
+        let detail = row["detail"].as_str().unwrap();
+        assert!(detail.starts_with(words) && detail.contains(error), "{detail}");
+    }
 }

@@ -13,7 +13,8 @@ use super::{Fixture, Trial};
 use oncebox::operation::provider::Settled;
 use oncebox::operation::{Mode, OperationName, Record, Stage, State};
 use oncebox::store::{
-    Base, Basis, Begun, FIRST_POINT, Fenced, KeyOperator, Keys, NewEvidence, Operations, Phases, Proof, Taken,
+    Base, Basis, Begun, Due, FIRST_POINT, Fenced, KeyOperator, Keys, NewEvidence, Operations, Operator, Phases, Proof,
+    RunOutcome, Taken,
 };
 
 /// No worker takes a parked operation, and its key shows that it is parked. Its stage is UNKNOWN,
@@ -250,4 +251,34 @@ pub async fn o22_the_deployment_is_the_databases<F: Fixture>(trial: &Trial<F>) {
     let other = trial.fixture.connect().await;
     assert_eq!(other.deployment().await.unwrap(), made);
     other.close().await;
+}
+
+/// An operation whose process was killed, a parked one, and a key of unknown outcome are counted,
+/// with the age of each. One that a process drives is not, nor one that is due later.
+///
+/// Shown by: counting every operation without an outcome; ages that begin with the operation.
+pub async fn the_status_counts_operations_and_keys_that_nobody_carries_on<F: Fixture>(trial: &Trial<F>) {
+    let unattended = || async { trial.store.status().await.unwrap().unattended };
+    outstanding(trial, &new_operation("killed", LONG)).await;
+    let (due, lease) = (moved::<F>("due_at", -3_600), moved::<F>("lease_until", -900));
+    trial.run(&format!("update {} set due_at = {due}, lease_until = {lease}", trial.table("operation"))).await;
+    let parked = outstanding(trial, &new_operation("parked", LONG)).await;
+    trial.store.park(&parked, "not found").await.unwrap();
+    let changed = moved::<F>("updated_at", -500);
+    trial.run(&format!("update {} set updated_at = {changed}", trial.table("operation"))).await;
+    outstanding(trial, &new_operation("driven", LONG)).await;
+    let later = outstanding(trial, &new_operation("later", LONG)).await;
+    trial.store.hand_back(&later, Due { after: Some(LONG), attempt: true }).await.unwrap();
+    let seen = unattended().await;
+    assert_eq!((seen.operations_parked, seen.operations_undriven, seen.keys_unknown), (1, 1, 0), "{seen:?}");
+    assert!((500.0..600.0).contains(&seen.oldest_parked_age_seconds), "{seen:?}");
+    assert!((300.0..400.0).contains(&seen.oldest_undriven_age_seconds), "since its lease was over: {seen:?}");
+    assert_eq!(seen.oldest_unknown_age_seconds, 0.0);
+    run(trial, &claim(Mode::Edge, "unknown", 1), &RunOutcome::Unknown, &KEPT).await;
+    run(trial, &claim(Mode::Edge, "completed", 1), &completed(), &KEPT).await;
+    let claimed = moved::<F>("created_at", -700);
+    trial.run(&format!("update {} set created_at = {claimed}", trial.table("idempotency_request"))).await;
+    let seen = unattended().await;
+    assert_eq!((seen.operations_parked, seen.operations_undriven, seen.keys_unknown), (1, 1, 1), "{seen:?}");
+    assert!((700.0..800.0).contains(&seen.oldest_unknown_age_seconds), "{seen:?}");
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::trial::{LEASE, eventually, moved, new_entry};
 use super::{Connection, Fixture, Trial};
-use oncebox::store::{EmailOutcome, EmailToSend, Enqueue, Inbox, Mailbox, NewEmail, RowLease};
+use oncebox::store::{EmailOutcome, EmailToSend, Enqueue, Inbox, Mailbox, NewEmail, Operator, RowLease};
 
 fn failed(error: &str) -> EmailOutcome {
     EmailOutcome::Failed { error: error.into(), possibly_sent: 0 }
@@ -210,4 +210,29 @@ pub async fn g11_an_email_that_was_settled_is_blanked_and_then_its_key_forgotten
     assert!(queue(trial, "1").await, "its key is free again");
     assert!(!queue(trial, "pending").await && !queue(trial, "failed").await);
     assert_eq!(store.emails_pending().await.unwrap(), 2);
+}
+
+/// An e-mail that is not sent yet is counted, with the time since it was queued. One that is due
+/// later has no age.
+///
+/// Shown by: the time since it was due, which each try moves.
+pub async fn the_status_counts_emails_that_are_late_and_those_that_failed<F: Fixture>(trial: &Trial<F>) {
+    for key in ["1", "2", "3"] {
+        queue(trial, key).await;
+    }
+    let again = EmailOutcome::Again { after: LEASE, error: "busy".into() };
+    for outcome in [EmailOutcome::Sent, EmailOutcome::Failed("no such user".into()), again] {
+        let email = trial.store.lease_emails(1, &RowLease::new(LEASE)).await.unwrap().remove(0);
+        assert!(trial.store.settle_email(&email, &outcome).await.unwrap());
+    }
+    let queued = moved::<F>("created_at", -300);
+    trial.run(&format!("update {} set created_at = {queued}", trial.table("email"))).await;
+    let status = trial.store.status().await.unwrap();
+    assert_eq!((status.emails_pending, status.unattended.emails_failed), (1, 1));
+    assert!((300.0..600.0).contains(&status.unattended.oldest_email_age_seconds), "{:?}", status.unattended);
+    trial.run(&format!("update {} set attempts = 0", trial.table("email"))).await;
+    let seldom = trial.store.status_since(&status).await.unwrap();
+    assert_eq!(seldom.unattended, status.unattended, "it is not counted again");
+    let later = trial.store.status().await.unwrap();
+    assert_eq!((later.emails_pending, later.unattended.oldest_email_age_seconds), (1, 0.0), "its time has not come");
 }

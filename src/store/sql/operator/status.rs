@@ -173,8 +173,8 @@ const INBOX_ESTIMATE: &str = "\
 {my: select coalesce((select cast(table_rows as signed) from information_schema.tables \
                        where table_schema = database() and table_name = 'oncebox_inbox'), 0)}";
 
-/// Reads everything of the status except the e-mails. With an `earlier` status the counts of inbox
-/// rows are copied from it, because counting them takes long.
+/// Reads everything of the status except the e-mails and what is unattended. With an `earlier`
+/// status the counts of inbox rows are copied from it, because counting them takes long.
 pub(in crate::store) async fn read(
     session: &mut dyn Session,
     dialect: Dialect,
