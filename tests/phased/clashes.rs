@@ -55,7 +55,9 @@ async fn r27_what_nobody_failed_runs_again_in_the_drive_but_not_for_ever<S: Rows
     assert_eq!(code(&service.ask(TWO, 700, BUDGET).await), Some(Code::RecoveryPending));
     assert_eq!(plan.trouble.local_busy.load(Ordering::SeqCst), 94);
     // Due, as a worker takes it up: that counts nothing either.
-    store.write(&format!("update {} set due_at = {}", S::table("operation"), S::year(2020))).await;
+    store
+        .write(&format!("update {} set due_at = {} where outcome_at is null", S::table("operation"), S::year(2020)))
+        .await;
     assert_eq!(code(&service.ask(TWO, 700, BUDGET).await), Some(Code::RecoveryPending));
     assert_eq!(plan.trouble.local_busy.load(Ordering::SeqCst), 88);
     for id in store.operation_ids().await {
