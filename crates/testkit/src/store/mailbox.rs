@@ -220,8 +220,8 @@ pub async fn the_status_counts_emails_that_are_late_and_those_that_failed<F: Fix
     for key in ["1", "2", "3"] {
         queue(trial, key).await;
     }
-    let again = EmailOutcome::Again { after: LEASE, error: "busy".into() };
-    for outcome in [EmailOutcome::Sent, EmailOutcome::Failed("no such user".into()), again] {
+    let again = EmailOutcome::Again { after: LEASE, error: "busy".into(), possibly_sent: 0 };
+    for outcome in [EmailOutcome::Sent, failed("no such user"), again] {
         let email = trial.store.lease_emails(1, &RowLease::new(LEASE)).await.unwrap().remove(0);
         assert!(trial.store.settle_email(&email, &outcome).await.unwrap());
     }
