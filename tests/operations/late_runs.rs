@@ -10,7 +10,7 @@ use oncebox::http::idempotency::{IdempotencyLayer, OutcomeTag};
 use oncebox::operation::{
     Code, Effects, Endpoint, Guard, Mode, Outcome, Reconciled, Record, Reply, Route, State as Remembered,
 };
-use oncebox::store::{ActContext, Basis, Begun, Fenced, KeyChange, KeyClaim};
+use oncebox::store::{ActContext, Basis, Begun, Fenced, KeyChange, KeyClaim, Keys};
 
 use super::kit::*;
 use super::layer::{edge, layered};
@@ -146,6 +146,7 @@ async fn a_failure_that_its_route_has_found_out_is_replayed<S: Sql>(world: World
     let (_slow, _answer) = stands_still(&world).await;
     let (asked, other, url) = told_by_its_route(&world, || Reconciled::Failed(Reply::new(402))).await;
     send(post(&url, K1, "{}")).await.is(Code::RecoveryPending);
+    asked.begun().await;
     asked.let_go();
     until("the route has answered", || async {
         world.record("t1", K1).await.is_some_and(|record| record.state != Remembered::InProgress)

@@ -17,7 +17,7 @@ use oncebox::operation::{
 };
 use oncebox::sqlx::query_scalar;
 use oncebox::store::sqlite::SqliteStore;
-use oncebox::store::{Base, Basis, Keys};
+use oncebox::store::{Basis, Keys};
 use tracing::Level;
 
 use super::crowd::door;
