@@ -267,7 +267,7 @@ async fn a_directory_that_is_missing_is_named_with_what_to_do() {
     assert!(why.contains("no` of the broker file does not exist; make it"), "{why}");
 }
 
-// Shown by: changing the journal mode at the connection, before the file is known to be ours.
+// Changing the journal mode when it connects would write to a file that is not ours.
 #[tokio::test]
 async fn files_of_others_and_of_newer_versions_are_refused_and_left_as_they_are() {
     let embedded = Embedded::new();
@@ -731,8 +731,7 @@ async fn a_publisher_that_waits_for_the_file_says_so_ends_in_time_and_then_write
     assert_eq!(broker.read_all("t").await.unwrap().iter().filter(|arrived| late(arrived)).count(), 1);
 }
 
-/// The turn of another process: the file itself is free then (R14). Shown by: a transaction that
-/// begins without a turn.
+/// The turn of another process: the file itself is free then (R14).
 #[tokio::test]
 async fn r14_rows_wait_for_a_turn_although_the_file_is_free() {
     let embedded = Embedded::new();

@@ -45,7 +45,7 @@ async fn o17_r27_a_deadlock_is_noted_though_the_handler_hides_it<S: Rows>(store:
     deadlock(&store, false, true).await;
 }
 
-// Shown by: running again for ever; counting an attempt.
+// Shown by: running again for ever.
 async fn r27_what_nobody_failed_runs_again_in_the_drive_but_not_for_ever<S: Rows>(store: S) {
     let plan = Plan { local: true, ..Plan::new(KEY) };
     plan.trouble.local_busy.store(3, Ordering::SeqCst);

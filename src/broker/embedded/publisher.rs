@@ -369,7 +369,7 @@ mod tests {
     use super::super::config::EmbeddedConfig;
     use super::*;
 
-    /// Shown by: a connection for offsets in place of the writer's.
+    /// A connection for offsets syncs less, and would pass every test that kills only processes.
     #[tokio::test]
     async fn a_commit_of_rows_is_synced() {
         let directory = tempfile::tempdir().unwrap();
