@@ -30,6 +30,8 @@ const BURST: usize = 240;
 /// Payments of one transaction of a burst of [`BURST`]; a larger burst has larger ones. Otherwise,
 /// where commits are slow, relay and consumer keep up with them however large a burst is.
 const PAYMENTS_TOGETHER: usize = 25;
+/// How long a round waits for a consumer that is at work with enough in hand.
+const AT_WORK: Duration = Duration::from_secs(5);
 /// How long a round may take to settle: a takeover costs up to the session timeout, a loaded
 /// machine is slow.
 const SETTLE: Duration = Duration::from_secs(120);
@@ -94,19 +96,29 @@ pub(crate) async fn play<B: Business>(pair: Pair) {
         } else {
             let before = store.ledger_count().await;
             writer.burst(&store, &topic_name, burst).await;
-            // At work, so that the kill hits something: not before the first effect of this burst,
-            // unless none comes.
+            // How many wait in the topic, and how many have their effect. Read in this order, the
+            // first number is never too large.
+            let in_flight = async || {
+                let proven = writer.payments - pending(&store).await;
+                let booked = store.ledger_count().await;
+                (proven - booked, booked)
+            };
+            // At work and with enough in hand, so that the kill hits something; unless the consumer
+            // is as fast as the publisher.
             let waited = Instant::now();
-            while store.ledger_count().await == before && waited.elapsed() < Duration::from_millis(500) {
+            loop {
+                let (waiting, booked) = in_flight().await;
+                let is_at_work = booked > before && waiting >= IN_FLIGHT_MIN;
+                if is_at_work || booked >= writer.payments || waited.elapsed() > AT_WORK {
+                    break;
+                }
                 tokio::time::sleep(Duration::from_millis(2)).await;
             }
             tokio::time::sleep(Duration::from_micros(fastrand::u64(..30_000))).await;
-            // In this order, so that it is never more than there is.
-            let proven = writer.payments - pending(&store).await;
-            let in_flight = proven - store.ledger_count().await;
+            let (waiting, _) = in_flight().await;
             let index = fastrand::usize(..consumers.len());
             consumers[index].kill_and_restart();
-            in_flight >= IN_FLIGHT_MIN
+            waiting >= IN_FLIGHT_MIN
         };
         if has_hit {
             killed[victim] += 1;
