@@ -3,9 +3,9 @@
 //!
 //! The publisher is killed during the burst, with at least one committed message that is not
 //! proven. A consumer is killed with at least a hundred messages that are in the topic and have no
-//! effect yet. A kill with less is no round. In the end messages must stand in the topic twice:
-//! else no kill hit the publisher between sending and marking. Services, topics, groups and all
-//! data live through all rounds.
+//! effect yet. A kill with less is no round. After many rounds messages must stand in the topic
+//! twice: else no kill hit the publisher between sending and marking. Services, topics, groups and
+//! all data live through all rounds.
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -21,8 +21,9 @@ use crate::process::Process;
 
 /// A kill of a consumer counts only if so many messages were in the topic and had no effect yet.
 const IN_FLIGHT_MIN: i64 = 100;
-/// From so many rounds on, some kill of the publisher must have made it send a message twice.
-const ROUNDS_WITH_REPEATS: u32 = 25;
+/// From so many rounds on, some kill of the publisher must have made it send a message twice. One
+/// in about ten does; fewer rounds would fail by chance.
+const ROUNDS_WITH_REPEATS: u32 = 200;
 /// Payments of a round, more where a kill hit too little. What a killed consumer had in hand, its
 /// successor runs one by one: each beyond what it takes to have so many in flight makes the round
 /// longer, and finds nothing.
