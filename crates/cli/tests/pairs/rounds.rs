@@ -3,9 +3,9 @@
 //!
 //! The publisher is killed during the burst, with at least one committed message that is not
 //! proven. A consumer is killed with at least a hundred messages that are in the topic and have no
-//! effect yet. A kill with less is no round. In the end messages must stand in the topic twice:
-//! else no kill hit the publisher between sending and marking. Services, topics, groups and all
-//! data live through all rounds.
+//! effect yet. A kill with less is no round. After many rounds messages must stand in the topic
+//! twice: else no kill hit the publisher between sending and marking. Services, topics, groups and
+//! all data live through all rounds.
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -21,8 +21,9 @@ use crate::process::Process;
 
 /// A kill of a consumer counts only if so many messages were in the topic and had no effect yet.
 const IN_FLIGHT_MIN: i64 = 100;
-/// From so many rounds on, some kill of the publisher must have made it send a message twice.
-const ROUNDS_WITH_REPEATS: u32 = 25;
+/// From so many rounds on, some kill of the publisher must have made it send a message twice. One
+/// in about ten does; fewer rounds would fail by chance.
+const ROUNDS_WITH_REPEATS: u32 = 200;
 /// Payments of a round, more where a kill hit too little. What a killed consumer had in hand, its
 /// successor runs one by one: each beyond what it takes to have so many in flight makes the round
 /// longer, and finds nothing.
@@ -30,6 +31,8 @@ const BURST: usize = 240;
 /// Payments of one transaction of a burst of [`BURST`]; a larger burst has larger ones. Otherwise,
 /// where commits are slow, relay and consumer keep up with them however large a burst is.
 const PAYMENTS_TOGETHER: usize = 25;
+/// How long a round waits for a consumer that is at work with enough in hand.
+const AT_WORK: Duration = Duration::from_secs(5);
 /// How long a round may take to settle: a takeover costs up to the session timeout, a loaded
 /// machine is slow.
 const SETTLE: Duration = Duration::from_secs(120);
@@ -94,19 +97,29 @@ pub(crate) async fn play<B: Business>(pair: Pair) {
         } else {
             let before = store.ledger_count().await;
             writer.burst(&store, &topic_name, burst).await;
-            // At work, so that the kill hits something: not before the first effect of this burst,
-            // unless none comes.
+            // How many wait in the topic, and how many have their effect. Read in this order, the
+            // first number is never too large.
+            let in_flight = async || {
+                let proven = writer.payments - pending(&store).await;
+                let booked = store.ledger_count().await;
+                (proven - booked, booked)
+            };
+            // At work and with enough in hand, so that the kill hits something; unless the consumer
+            // is as fast as the publisher.
             let waited = Instant::now();
-            while store.ledger_count().await == before && waited.elapsed() < Duration::from_millis(500) {
+            loop {
+                let (waiting, booked) = in_flight().await;
+                let is_at_work = booked > before && waiting >= IN_FLIGHT_MIN;
+                if is_at_work || booked >= writer.payments || waited.elapsed() > AT_WORK {
+                    break;
+                }
                 tokio::time::sleep(Duration::from_millis(2)).await;
             }
             tokio::time::sleep(Duration::from_micros(fastrand::u64(..30_000))).await;
-            // In this order, so that it is never more than there is.
-            let proven = writer.payments - pending(&store).await;
-            let in_flight = proven - store.ledger_count().await;
+            let (waiting, _) = in_flight().await;
             let index = fastrand::usize(..consumers.len());
             consumers[index].kill_and_restart();
-            in_flight >= IN_FLIGHT_MIN
+            waiting >= IN_FLIGHT_MIN
         };
         if has_hit {
             killed[victim] += 1;
