@@ -109,7 +109,7 @@ impl RedisKeys {
         if done.as_ref().is_err_and(|error| is_lost(error) || error.code() == Some(REPLICA)) {
             used.is_left.store(true, Ordering::Relaxed);
         }
-        done.map_err(|error| self.store_error(error))
+        done.map_err(|error| self.store_error(&error))
     }
 
     /// The connection of all calls, made anew where the last one was left.
@@ -122,13 +122,13 @@ impl RedisKeys {
         let timeout = Some(self.options.answer_timeout);
         let config = AsyncConnectionConfig::new().set_connection_timeout(timeout).set_response_timeout(timeout);
         let made = self.client.get_multiplexed_async_connection_with_config(&config).await;
-        let mut connection = made.map_err(|error| self.store_error(error))?;
-        self.trust(&mut connection).await.map_err(|error| self.store_error(error))??;
+        let mut connection = made.map_err(|error| self.store_error(&error))?;
+        self.trust(&mut connection).await.map_err(|error| self.store_error(&error))??;
         Ok(slot.insert(Trusted { connection, is_left: Arc::default() }).clone())
     }
 
     /// Maps an error of Redis. After a lost connection it is unknown whether the script ran.
-    fn store_error(&self, error: RedisError) -> StoreError {
+    fn store_error(&self, error: &RedisError) -> StoreError {
         /// The server is reachable but cannot serve now.
         const WAIT: [&str; 9] =
             [REPLICA, "LOADING", "MASTERDOWN", "OOM", "BUSY", "MISCONF", "NOREPLICAS", "TRYAGAIN", "CLUSTERDOWN"];
@@ -154,7 +154,7 @@ impl RedisKeys {
             Some("NOAUTH") => StoreError::Refused(format!("{server} asks for a password: put it into the URL")),
             Some("WRONGPASS" | "NOPERM") => StoreError::Refused(said),
             Some(code) if WAIT.contains(&code) => StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(said))),
-            _ if is_lost(&error) => StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(said))),
+            _ if is_lost(error) => StoreError::Unavailable(sqlx::Error::Io(std::io::Error::other(said))),
             _ => StoreError::Other(sqlx::Error::Protocol(said)),
         }
     }
