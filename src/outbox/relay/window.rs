@@ -396,7 +396,7 @@ mod tests {
         assert!(window.proven_after(a).is_empty() && window.in_flight_of(&keys("t")) == keys("t"));
         window.prove(other);
         assert!(window.in_flight_of(&keys("u")).is_empty() && window.in_flight_of(&HashSet::new()).is_empty());
-        let id = window.get(b).unwrap().id;
+        let id = window.get(b).expect("it is in flight").id;
         window.prove(b);
         assert_eq!(window.proven_after(a), vec![id]);
         assert_eq!(window.first_unproven(), Some(1));
