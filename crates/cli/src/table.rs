@@ -87,7 +87,7 @@ mod tests {
     }
 
     fn widest(text: &str) -> usize {
-        text.lines().map(|line| line.chars().count()).max().unwrap()
+        text.lines().map(|line| line.chars().count()).max().expect("it has a line")
     }
 
     /// Shown by: the width of the terminal left out; the least width of a column left out.
