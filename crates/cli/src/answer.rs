@@ -55,7 +55,7 @@ impl Says {
         if is_right {
             return Ok(());
         }
-        Err(AppError::usage(format!("{status} is no --status of such an answer: give {wanted}")))
+        Err(AppError::usage(format!("{status} is no --status or --grpc-code of such an answer: give {wanted}")))
     }
 }
 

@@ -376,7 +376,8 @@ fn processes_of(directory: &str) -> usize {
 fn demo_on_stage(place: &Place) -> (Running, PathBuf, String) {
     let temporary = place.path().join("tmp");
     std::fs::create_dir_all(&temporary).unwrap();
-    let demo = Program::new(ONCEBOX, &["demo", "--no-progress"]).within(place.path());
+    // More than it can do before it is stopped.
+    let demo = Program::new(ONCEBOX, &["demo", "--no-progress", "--messages", "200000"]).within(place.path());
     let demo = demo.env("TMPDIR", &temporary.display().to_string()).start();
     let settings = format!("{}/oncebox-demo-", temporary.display());
     eventually("the cast is on the stage", || (processes_of(&settings) >= 4).then_some(()));
