@@ -76,7 +76,7 @@ async fn m83_m46_of_many_that_try_one_recovers<S: Rows>(store: S) {
     let asks = (0..20).map(|_| next.ask(ONE, 700, BUDGET));
     for answered in futures_util::future::join_all(asks).await {
         match code(&answered) {
-            Some(code) => assert_eq!(code, Code::RecoveryPending),
+            Some(code) => assert!(matches!(code, Code::RecoveryPending | Code::InProgress), "{code:?}"),
             None => assert_eq!(status(&answered), (201, true)),
         }
     }
