@@ -504,8 +504,8 @@ pub trait Operator: Debug + Send + Sync {
     async fn status(&self) -> Result<Status, StoreError>;
 
     /// As [`Operator::status`], but with the inbox rows of an earlier status (0 for a consumer that
-    /// is not in it) and what was unattended there, because to count them takes longer than all the
-    /// rest.
+    /// is not in it) and what was unattended there, because to count them takes longer than all
+    /// the rest.
     async fn status_since(&self, earlier: &Status) -> Result<Status, StoreError>;
 
     /// Connections that have waited for a lock for longer than this, as far as the server tells. It

@@ -70,8 +70,8 @@ pub trait Mailbox: Debug + Send + Sync {
     /// Ends this lease on all its rows without counting the try, and returns their number (G10).
     async fn give_back_emails(&self, lease: &RowLease) -> Result<u64, StoreError>;
 
-    /// Records how a try ended; false where the lease is not ours any more. What was sent has no
-    /// error.
+    /// Records how a try ended; false where the lease is not ours any more. What was sent has
+    /// no error.
     async fn settle_email(&self, email: &EmailToSend, outcome: &EmailOutcome) -> Result<bool, StoreError>;
 
     /// Blanks recipient, subject, body and error of up to `rows_max` e-mails that were sent at

@@ -87,8 +87,8 @@ const SENDING: Duration = Duration::from_secs(25);
 /// After an attempt, the e-mail waits at least this many times as long as the attempt took. So it
 /// uses at most a sixteenth of the time of one dialogue.
 const REST: u32 = 15;
-/// A lease lasts longer than a dialogue. After it, the rows of a sender that died can be leased
-/// again.
+/// A lease lasts longer than a dialogue. After it, the rows of a sender that died can be
+/// leased again.
 const LEASE: Duration = Duration::from_secs(60);
 /// How long a stop waits to release leased rows.
 const GIVE_BACK: Duration = Duration::from_secs(5);
@@ -112,8 +112,8 @@ struct Hand<'s> {
     in_doubt: Option<RowLease>,
     /// The server refused a dialogue beside this many others, and when.
     narrowed: Option<(usize, Since)>,
-    /// The server refused its only dialogue. Until it takes one again, one e-mail at a time is
-    /// tried.
+    /// The server refused its only dialogue. Until it takes one again, one e-mail at a time
+    /// is tried.
     is_away: bool,
     /// Why it refused its only dialogue, until that is shown.
     refusal: Option<String>,

@@ -60,14 +60,17 @@ pub(super) fn wake(engine: &Core, endpoint: &Registered, record: &Record) -> Opt
                 }
                 return;
             }
-            Reconciled::Failed(_) if late_success(&engine, &record).await => {
-                Ok(success_of_late_run(&engine, &endpoint, &record).await)
-            }
-            Reconciled::Unknown => Ok(success_of_late_run(&engine, &endpoint, &record).await),
             Reconciled::Completed(reply) => encode(reply).map(RunOutcome::Completed),
-            Reconciled::Failed(reply) => {
-                let error_code = error_code(endpoint.endpoint(), &reply);
-                encode(reply).map(|answer| RunOutcome::FailedReplayable { answer, error_code })
+            found @ (Reconciled::Failed(_) | Reconciled::Unknown) => {
+                match (late_success(&engine, &record).await, found) {
+                    (Ok(Some(run)), _) => Ok(outcome_of(&endpoint, &run)),
+                    (Ok(None), Reconciled::Failed(reply)) => {
+                        let error_code = error_code(endpoint.endpoint(), &reply);
+                        encode(reply).map(|answer| RunOutcome::FailedReplayable { answer, error_code })
+                    }
+                    // Nothing is decided against evidence that cannot be read.
+                    _ => Ok(RunOutcome::Unknown),
+                }
             }
         };
         let outcome = outcome.unwrap_or_else(|error| {
@@ -166,18 +169,9 @@ fn outcome_of(endpoint: &Registered, run: &NewEvidence) -> RunOutcome {
     }
 }
 
-/// The outcome where the route cannot say it, or says a failure beside a late success: a run that
-/// ended while the route was asked found the record in use, so it left only its evidence. A success
-/// is the outcome, whatever other runs did; a failure says nothing of a run after it.
-async fn success_of_late_run(engine: &Core, endpoint: &Registered, record: &Record) -> RunOutcome {
-    match how_it_ended(engine, record).await {
-        Ok(Some(run)) if run.verdict == "success" => outcome_of(endpoint, &run),
-        _ => RunOutcome::Unknown,
-    }
-}
-
-/// Whether a run that lost its lease has succeeded. Returns true if that cannot be read, so that
-/// nothing is decided against it.
-async fn late_success(engine: &Core, record: &Record) -> bool {
-    how_it_ended(engine, record).await.map_or(true, |run| run.is_some_and(|run| run.verdict == "success"))
+/// The success of a run that ended while the route was asked: it found the record in use, so it
+/// left only its evidence. A success is the outcome, whatever other runs did; a failure says
+/// nothing of a run after it.
+async fn late_success(engine: &Core, record: &Record) -> Result<Option<NewEvidence>, StoreError> {
+    Ok(how_it_ended(engine, record).await?.filter(|run| run.verdict == "success"))
 }

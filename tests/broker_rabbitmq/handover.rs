@@ -2,8 +2,8 @@
 //! arrive.
 //!
 //! Without the guard (`shut_down` and `cut` taken out of the three Drops and of `close`) the `r29`
-//! tests fail in their first round: the standby gets 30, 31, 32 .. first, and what was held comes
-//! after.
+//! tests fail in their first round: the standby gets 30, 31, 32 .. first, and what was held
+//! comes after.
 
 use std::collections::BTreeSet;
 

@@ -407,8 +407,8 @@ async fn a_transaction_that_runs_a_failed_run_again_does_not_wait_for_its_record
     let holds = world.store.tx(&format!("select * from {}idempotency_request for update", S::PREFIX)).await;
     let again = KeyClaim { mode: Mode::Transactional, ..wanted };
     let begins = world.store.begin_operation(&again, Basis::Reclaim(&seen), SOON);
-    // A claim of MariaDB that waits gives up after a second, and is then answered as one that does
-    // not.
+    // A claim of MariaDB that waits gives up after a second, and is then answered as one that
+    // does not.
     let begun = tokio::select! {
         biased;
         begun = begins => begun.unwrap(),

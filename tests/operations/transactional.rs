@@ -279,8 +279,8 @@ async fn o1_a_run_of_an_old_record_that_ended_its_transaction_is_unknown_too<S: 
     }
 }
 
-// Shown by: rolling the whole transaction back (pitfall 18); completing with the effects still in
-// place.
+// Shown by: rolling the whole transaction back (pitfall 18); completing with the effects still
+// in place.
 async fn o1_m71_a_binding_rejection_is_replayed_without_its_effects<S: Sql>(world: World<S>) {
     let endpoint = world.protect(same_tx());
     let calls = Arc::new(AtomicU32::new(0));

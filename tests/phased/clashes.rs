@@ -34,8 +34,8 @@ async fn o17_r27_a_deadlock_in_the_first_phase_runs_it_again<S: Rows>(store: S) 
     deadlock(&store, true, false).await;
 }
 
-// Shown by: taking the savepoint that InnoDB took away for a handler's doing (the operation was
-// parked).
+// Shown by: taking the savepoint that InnoDB took away for a handler's doing (the operation
+// was parked).
 async fn o17_r27_a_deadlock_in_a_later_phase_runs_it_again<S: Rows>(store: S) {
     deadlock(&store, false, false).await;
 }

@@ -22,8 +22,8 @@ const SETTLED: &str = "update payment";
 /// Where the connection is lost, counted from the last statement of the handler.
 #[derive(Debug, Clone, Copy)]
 enum At {
-    /// The server has heard the statement by which the handler itself commits, and the answer is
-    /// lost.
+    /// The server has heard the statement by which the handler itself commits, and the answer
+    /// is lost.
     Answer,
     /// So many requests later, before the server hears of it.
     Request(u32),

@@ -9,8 +9,8 @@ use comfy_table::{ColumnConstraint, ContentArrangement, Table, Width};
 const STYLE: &str = "     ══            ";
 /// The longest rule where the width of the reader is not known.
 const RULE_MAX: usize = 100;
-/// On a terminal narrower than this no cell is wrapped: such a table is a block of lines for each
-/// row.
+/// On a terminal narrower than this no cell is wrapped: such a table is a block of lines for
+/// each row.
 const WRAPPED_FROM: usize = 100;
 /// A column that wraps its texts is at least as wide as this.
 const TEXT_MIN: usize = 30;

@@ -103,21 +103,17 @@ impl Front {
             Err(error) => return self.store_failed("replay", &error),
         };
         // A step to a newer version of the answer is code of the application, and may panic.
-        let decoded = catch_unwind(AssertUnwindSafe(|| self.engine.decode(&self.endpoint, record, &body)));
-        let decoded = match decoded {
-            Ok(decoded) => decoded,
+        match catch_unwind(AssertUnwindSafe(|| self.engine.decode(&self.endpoint, record, &body))) {
             Err(panic) => {
                 tracing::error!(operation = %self.endpoint.operation(), key = self.short_key(), panic = panic_text(panic.as_ref()), "a stored answer could not be brought to its newest version");
                 self.note(Noted::StoreError("replay"));
-                return self.problem(Code::StoreUnavailable);
+                self.problem(Code::StoreUnavailable)
             }
-        };
-        match decoded {
-            Ok(reply) => {
+            Ok(Ok(reply)) => {
                 self.note(Noted::Replayed(if record.state == State::Completed { "completed" } else { "failure" }));
                 Answered::Reply { reply, replayed: true }
             }
-            Err(error) => {
+            Ok(Err(error)) => {
                 tracing::error!(operation = %self.endpoint.operation(), key = self.short_key(), %error, "a stored answer cannot be read");
                 self.note(Noted::StoreError("replay"));
                 // Another process may have the secret or the feature. Broken bytes stay broken.

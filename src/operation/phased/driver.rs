@@ -12,9 +12,8 @@
 //! * The transaction that settles an effect decides from the evidence that it reads itself (O8).
 //! * A lost lease ends the drive after the call in flight, whose answer is stored as evidence.
 //! * After an intent, an error or a panic of a phase makes the operation UNKNOWN and due again. A
-//!   panic of an adapter ends the driver, as the death of its process would. An outcome
-//!   that cannot be found out goes to an operator with a reason. Nothing unknown becomes a failure
-//!   (O9, O13).
+//!   panic of an adapter ends the driver, as the death of its process would. An outcome that cannot
+//!   be found out goes to an operator with a reason. Nothing unknown becomes a failure (O9, O13).
 //!
 //! Its folder has the calls ([`call`]), what follows a phase that did not advance its operation
 //! ([`rerun`]), and the release of an operation ([`leaving`]).

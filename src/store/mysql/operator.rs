@@ -12,8 +12,8 @@ use crate::operator::{ActContext, LockWait};
 use crate::store::bounded::{Ask, Bounded};
 use crate::store::sql::operator::OperatorSql;
 
-/// Waits for a table; the server does not tell who holds it. Every account sees those of its own
-/// connections.
+/// Waits for a table; the server does not tell who holds it. Every account sees those of its
+/// own connections.
 const TABLE_WAITS: &str = "\
 select cast(id as char), coalesce(left(info, 100), ''), cast(time as double), null, cast(null as double) \
   from information_schema.processlist \

@@ -75,8 +75,8 @@ fn hosts(options: &StoreOptions) -> Result<Hosts<Postgres>, StoreError> {
     Ok(Hosts::new(hosts))
 }
 
-/// The parameters of a URL that sqlx reads.
-const PARAMETERS: [&str; 17] = [
+/// The parameters of a URL that sqlx reads, besides the mode of TLS.
+const PARAMETERS: [&str; 16] = [
     "application_name",
     "dbname",
     "host",
@@ -93,7 +93,6 @@ const PARAMETERS: [&str; 17] = [
     "sslrootcert",
     "statement-cache-capacity",
     "user",
-    "ssl-mode",
 ];
 
 /// The options to reach one of the hosts. `shown` is the URL of all, for errors.

@@ -35,8 +35,8 @@ use crate::store::base::Base;
 use crate::store::sql::{self, SqlStore, outbox};
 use crate::time::lease::Fence;
 
-/// The bytes of a row, as `OutgoingMessage::weight` counts them. Lengths are read without the
-/// payloads.
+/// The bytes of a row, as `OutgoingMessage::weight` counts them. Lengths are read without
+/// the payloads.
 macro_rules! weight {
     ($of:literal) => {
         concat!(

@@ -68,8 +68,8 @@ impl Shard {
         self.table.values().filter(move |row| key.is_some() && row.topic == topic && row.key.as_deref() == key)
     }
 
-    /// The rule, as it is written: what is on its way back holds nobody, for the broker gets it
-    /// first.
+    /// The rule, as it is written: what is on its way back holds nobody, for the broker gets
+    /// it first.
     fn expected(&self, topic: &str, key: Option<&str>) -> Option<Diverted> {
         let back: BTreeSet<i64> = self.unsent.iter().chain(&self.flight).map(|row| row.position).collect();
         let stays = |row: &&DivertedRow| !back.contains(&row.position);

@@ -553,8 +553,8 @@ fn a_redrive_says_what_became_of_each_message() {
     consumer.stop().ok();
 }
 
-/// Shown by: whatever is gone counts as handled or sent; outcomes in the order of their numbers as
-/// text.
+/// Shown by: whatever is gone counts as handled or sent; outcomes in the order of their numbers
+/// as text.
 #[test]
 fn a_redrive_beside_a_discard_says_that_nothing_was_handled() {
     let (place, _) = with_dead_payments(11);

@@ -162,8 +162,8 @@ fn doctor_says_where_no_consumer_is_configured_that_it_looked_at_none() {
     assert!(rows(&["--config", &config]).is_empty());
 }
 
-/// Nobody reads the messages of a bucket without a shard, and two relays send those of one with
-/// two.
+/// Nobody reads the messages of a bucket without a shard, and two relays send those of one
+/// with two.
 #[test]
 fn buckets_that_do_not_belong_to_exactly_one_shard_are_named() {
     let place = Place::migrated();

@@ -17,7 +17,7 @@ use crate::support::{eventually, unique, without_settings};
 /// once.
 pub(crate) const SOON: Duration = Duration::from_secs(120);
 
-/// The programs.
+/// The two programs of the stage.
 pub(crate) const ONCEBOX: &str = env!("CARGO_BIN_EXE_oncebox");
 pub(crate) const PUBLISHER: &str = env!("CARGO_BIN_EXE_publisher");
 
